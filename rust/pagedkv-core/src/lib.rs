@@ -1,0 +1,1 @@
+//! The bookkeeping of a paged KV cache.
