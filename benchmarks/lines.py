@@ -25,14 +25,14 @@ and, beside them, whatever sizes the benchmark passed by name.
 import argparse
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-Measurement = float | Sequence[float]
+Measurement = float | Iterable[float]
 Better = Literal["higher", "lower"]
 
 
@@ -77,9 +77,9 @@ class Report:
             raise ValueError(f"{what}: a peer needs both a value and a name, got {peer=} and {peer_name=}")
         if (limit is None) != (limit_name is None):
             raise ValueError(f"{what}: a limit needs both a value and a name, got {limit=} and {limit_name=}")
-        samples = [float(ours)] if isinstance(ours, int | float) else [float(value) for value in ours]
+        samples = _samples(ours)
         value = statistics.median(samples)
-        peer_value = None if peer is None else median(peer)
+        peer_value = None if peer is None else statistics.median(_samples(peer))
         line = {
             "what": what,
             "unit": unit,
@@ -90,7 +90,7 @@ class Report:
             "limit": limit,
             "limit_name": limit_name,
             "of_limit": times_better(value, limit, better),
-            "peers": {name: median(measured) for name, measured in (peers or {}).items()},
+            "peers": {name: statistics.median(_samples(measured)) for name, measured in (peers or {}).items()},
             "better": better,
             "samples": len(samples),
             "spread": spread(samples),
@@ -135,11 +135,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def median(measured: Measurement) -> float:
-    """Return the median of samples; a single value is its own."""
-    return float(measured) if isinstance(measured, int | float) else float(statistics.median(measured))
-
-
 def spread(samples: Sequence[float]) -> float:
     """Return the distance of the quartiles relative to the median, 0 for a single sample."""
     middle = statistics.median(samples)
@@ -155,6 +150,10 @@ def times_better(ours: float, other: float | None, better: Better) -> float | No
         return None
     numerator, denominator = (ours, other) if better == "higher" else (other, ours)
     return numerator / denominator if denominator else None
+
+
+def _samples(measured: Measurement) -> list[float]:
+    return [float(value) for value in measured] if isinstance(measured, Iterable) else [float(measured)]
 
 
 def _cells(line: Mapping[str, Any]) -> list[str]:
