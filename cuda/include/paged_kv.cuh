@@ -1,0 +1,27 @@
+// Where the keys or the values of a token lie in a paged cache. The one place that turns a slot into an address.
+#pragma once
+#include "device.cuh"
+
+// A slot is block * block_size + offset.
+struct Place {
+  i64 block;
+  i32 offset;
+};
+
+PKV_DEV Place place_of(i64 slot, i32 block_size) {
+  const i64 block = slot / block_size;
+  return {block, static_cast<i32>(slot - block * block_size)};
+}
+
+// K or V of one layer, (num_blocks, num_kv_heads, block_size, head_dim), in elements. The last dimension is
+// contiguous, the others are as far apart as their owner wants: a layer of a pool in which each block holds all its
+// layers, a pool with the layer outermost, a token-major cache of another engine. K and V have a layout each.
+struct KVLayout {
+  i64 block_stride, head_stride, slot_stride;
+
+  // Offset of the row of head_dim elements. 64 bits throughout: a block id times the stride of a block that holds
+  // many layers passes 2^31 within a few thousand blocks.
+  PKV_DEV i64 row(Place place, i32 head) const {
+    return place.block * block_stride + head * head_stride + place.offset * slot_stride;
+  }
+};

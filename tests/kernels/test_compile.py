@@ -1,0 +1,137 @@
+"""Every kernel of `cuda/` compiles for the architectures we name, on a machine without a GPU."""
+
+import dataclasses
+import os
+import shutil
+import sys
+from itertools import product
+
+import pytest
+
+from pagedkv.kernels import compile as kernels
+from pagedkv.kernels import nvrtc
+
+ARCHITECTURES = ("sm_80", "sm_90a")
+WIDTHS = [
+    {"PKV_ELEMENT_BYTES": element, "PKV_VECTOR_BYTES": vector}
+    for element, vector in product((1, 2, 4), (1, 2, 4, 8, 16))
+    if vector in (element, 8, 16)
+]
+VARIANTS = {"append_kv": WIDTHS, "copy_blocks": WIDTHS}
+REGISTERS = {"append_kv": 64, "copy_blocks": 64}  # at 64, a multiprocessor holds 1,024 threads
+BFLOAT16 = {"PKV_ELEMENT_BYTES": 2, "PKV_VECTOR_BYTES": 16}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    try:
+        return nvrtc.load_compiler()
+    except nvrtc.NvrtcNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Return a copy of the sources that a test may edit."""
+    return shutil.copytree(kernels.source_folder(), tmp_path / "cuda")
+
+
+def test_table_of_variants_names_every_kernel():
+    assert set(VARIANTS) == set(REGISTERS) == set(kernels.kernel_names())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "macros"),
+    [(name, macros) for name, table in VARIANTS.items() for macros in table],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.values())),
+)
+@pytest.mark.usefixtures("compiler")
+def test_variant_compiles_within_its_registers_and_spills_nothing(name, macros, arch):
+    cubin = kernels.compile_kernel(name, arch, macros)
+    assert cubin.path.read_bytes().startswith(b"\x7fELF")
+    assert f"entry function '{name}' for '{arch}'" in cubin.log
+    assert "warning" not in cubin.log
+    assert cubin.registers <= REGISTERS[name]
+    assert cubin.spill_bytes == 0
+
+
+@pytest.mark.usefixtures("compiler")
+def test_cubin_comes_from_disk_when_nothing_changed(cache):
+    first = kernels.compile_kernel("append_kv", "sm_80", BFLOAT16)
+    written = {path: path.stat().st_ino for path in cache.iterdir()}
+    again = kernels.compile_kernel("append_kv", "sm_80", dict(reversed(BFLOAT16.items())))
+    assert again == first
+    assert {path: path.stat().st_ino for path in cache.iterdir()} == written
+    assert sorted(path.suffix for path in written) == [".cubin", ".log"]
+
+
+@pytest.mark.parametrize("file", ["append_kv.cu", "include/paged_kv.cuh", "include/device.cuh"])
+@pytest.mark.usefixtures("compiler")
+def test_kernel_is_compiled_anew_when_source_or_header_changed(sources, file):
+    before = kernels.compile_kernel("append_kv", "sm_80", BFLOAT16, sources=sources)
+    with (sources / file).open("a") as source:
+        source.write("// edited\n")
+    assert kernels.compile_kernel("append_kv", "sm_80", BFLOAT16, sources=sources).path != before.path
+
+
+def test_kernel_is_compiled_anew_when_macros_architecture_or_compiler_changed(compiler, monkeypatch):
+    paths = {
+        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16).path,
+        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16 | {"PKV_VECTOR_BYTES": 8}).path,
+        kernels.compile_kernel("append_kv", "sm_90a", BFLOAT16).path,
+    }
+    other = dataclasses.replace(compiler, version="99.0")
+    monkeypatch.setattr(kernels, "load_compiler", lambda: other)
+    paths.add(kernels.compile_kernel("append_kv", "sm_80", BFLOAT16).path)
+    assert len(paths) == 4
+
+
+@pytest.mark.parametrize("header", ["<cuda_fp16.h>", "<cstdint>", '"elsewhere.cuh"'])
+@pytest.mark.usefixtures("compiler")
+def test_compile_error_holds_the_log_when_a_kernel_includes_foreign_headers(sources, cache, header):
+    (sources / "greedy.cu").write_text(f'#include {header}\nextern "C" __global__ void greedy() {{}}\n')
+    with pytest.raises(nvrtc.CompileError, match=r"greedy\.cu.*sm_80(.|\n)*open source file"):
+        kernels.compile_kernel("greedy", "sm_80", sources=sources)
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compile_error_says_why_when_a_vector_splits_an_element():
+    with pytest.raises(nvrtc.CompileError, match="a vector holds whole elements"):
+        kernels.compile_kernel("copy_blocks", "sm_80", {"PKV_ELEMENT_BYTES": 4, "PKV_VECTOR_BYTES": 2})
+
+
+@pytest.mark.usefixtures("compiler")
+def test_nothing_stays_on_disk_when_writing_is_cut_short(cache, monkeypatch):
+    def interrupted(source, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("arch", ["sm80", "compute_80", "sm_90b", "sm_80 -G", ""])
+def test_value_error_names_the_architecture_when_it_is_none(arch):
+    with pytest.raises(ValueError, match="arch must be like"):
+        kernels.compile_kernel("append_kv", arch, BFLOAT16)
+
+
+@pytest.mark.parametrize("name", ["append", "include/device", "../README"])
+def test_value_error_names_the_kernel_when_there_is_none(name):
+    with pytest.raises(ValueError, match=f"no kernel '{name}'"):
+        kernels.compile_kernel(name, "sm_80", BFLOAT16)
+
+
+def test_missing_nvrtc_names_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    with pytest.raises(nvrtc.NvrtcNotFoundError, match=r"pagedkv\[cuda13\]"):
+        nvrtc.load_compiler.__wrapped__()
