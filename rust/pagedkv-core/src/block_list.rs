@@ -1,0 +1,125 @@
+//! Blocks and the intrusive lists that run through them.
+//!
+//! A block's whole record is one 64-byte cache line; every list operation is O(1) and allocates nothing.
+
+use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId, PlanId};
+
+/// Where a block is in its life. The null block is never in any of these and stays `Null`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockState {
+    /// The null block.
+    Null,
+    /// Nobody holds it and it holds nothing.
+    Free,
+    /// At least one table entry or typed holder names it.
+    Held,
+    /// Nobody holds it; it can be hit, or be reused when the free list is empty.
+    Cached,
+    /// Nobody holds it, and a plan in flight may still read or write it.
+    Fenced,
+}
+
+#[derive(Clone, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Block {
+    pub(crate) ref_count: u32,
+    pub(crate) state: BlockState,
+    /// The tokens of `node` are in the block, not merely on their way.
+    pub(crate) committed: bool,
+    prev: BlockId,
+    next: BlockId,
+    /// The prefix whose last tokens the block holds.
+    pub(crate) node: NodeId,
+    /// Neighbours among the blocks of the same node.
+    pub(crate) twin_prev: BlockId,
+    pub(crate) twin_next: BlockId,
+    /// The newest plan that named the block when a holder let go of it.
+    pub(crate) fence: PlanId,
+}
+
+const _: () = assert!(size_of::<Block>() == 64);
+
+impl Block {
+    pub(crate) const fn new(state: BlockState) -> Self {
+        Self {
+            ref_count: 0,
+            state,
+            committed: false,
+            prev: NULL_BLOCK,
+            next: NULL_BLOCK,
+            node: NO_NODE,
+            twin_prev: NULL_BLOCK,
+            twin_next: NULL_BLOCK,
+            fence: PlanId::new(0),
+        }
+    }
+}
+
+/// A doubly linked list through the blocks of one pool; a block is in at most one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BlockList {
+    head: BlockId,
+    tail: BlockId,
+    len: u32,
+}
+
+impl BlockList {
+    pub(crate) const fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(crate) fn push_front(&mut self, blocks: &mut [Block], id: BlockId) {
+        let old = self.head;
+        blocks[id.index()].prev = NULL_BLOCK;
+        blocks[id.index()].next = old;
+        if old == NULL_BLOCK {
+            self.tail = id;
+        } else {
+            blocks[old.index()].prev = id;
+        }
+        self.head = id;
+        self.len += 1;
+    }
+
+    pub(crate) fn push_back(&mut self, blocks: &mut [Block], id: BlockId) {
+        let old = self.tail;
+        blocks[id.index()].prev = old;
+        blocks[id.index()].next = NULL_BLOCK;
+        if old == NULL_BLOCK {
+            self.head = id;
+        } else {
+            blocks[old.index()].next = id;
+        }
+        self.tail = id;
+        self.len += 1;
+    }
+
+    pub(crate) fn pop_front(&mut self, blocks: &mut [Block]) -> Option<BlockId> {
+        let id = self.head;
+        if id == NULL_BLOCK {
+            return None;
+        }
+        self.remove(blocks, id);
+        Some(id)
+    }
+
+    /// `id` must be in this list.
+    pub(crate) fn remove(&mut self, blocks: &mut [Block], id: BlockId) {
+        let Block { prev, next, .. } = blocks[id.index()];
+        if prev == NULL_BLOCK {
+            self.head = next;
+        } else {
+            blocks[prev.index()].next = next;
+        }
+        if next == NULL_BLOCK {
+            self.tail = prev;
+        } else {
+            blocks[next.index()].prev = prev;
+        }
+        self.len -= 1;
+    }
+
+    pub(crate) fn iter<'a>(&self, blocks: &'a [Block]) -> impl Iterator<Item = BlockId> + use<'a> {
+        std::iter::successors(Some(self.head), |id| Some(blocks[id.index()].next)).take_while(|&id| id != NULL_BLOCK)
+    }
+}

@@ -1,0 +1,384 @@
+//! The blocks: who holds them, which are free, which can be hit, and what must wait for a plan to end.
+//!
+//! ```text
+//!         allocate               commit of a full block           last holder releases
+//!  FREE ───────────▶ HELD ───────────────────────────▶ HELD+CACHED ───────────▶ CACHED (evictable)
+//!   ▲                 │ released, not cached                                       │   ▲
+//!   │◀────────────────┘                                   hit: touch ──────────────┘   │ reuse = evict: the block
+//!   └───────────────────────────────────────────────────────────────────────────────────┘ leaves its node at once
+//!  Released while a plan in flight names it: FENCED until that plan ended, then FREE or CACHED.
+//! ```
+//!
+//! Free blocks are handed out most recently freed first; when there are none, the least recently released cached block
+//! is. A sequence releases its blocks last one first, so a prefix outlives what continues it.
+//!
+//! Cost: allocate, release, touch and evict are O(1) and allocate nothing; a block's record is one cache line.
+
+use std::collections::VecDeque;
+
+use crate::block_list::{Block, BlockList, BlockState};
+use crate::config::CacheConfig;
+use crate::error::{Error, Result};
+use crate::identity::RootKey;
+use crate::ids::{BlockId, NO_NODE, NodeId, PlanId};
+use crate::prefix_cache::PrefixCache;
+
+/// A pool of blocks with reference counts and a prefix cache. See the module's page.
+#[derive(Debug)]
+pub struct BlockPool {
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) free: BlockList,
+    pub(crate) cached: BlockList,
+    /// Plans in flight, oldest first, each with the blocks that wait for its end in the order of their release.
+    pub(crate) fenced: VecDeque<(PlanId, BlockList)>,
+    pub(crate) prefixes: PrefixCache,
+    num_held: u32,
+    newest_plan: PlanId,
+    /// Counts every change that can make a lookup stale.
+    pub(crate) stamp: u64,
+    num_evictions: u64,
+}
+
+impl BlockPool {
+    /// A pool with every block free, handed out in ascending order at first.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::validate`].
+    ///
+    /// # Complexity
+    /// O(`num_blocks`), 64 bytes each; the prefix tree reserves as much again and touches it only as it fills.
+    pub fn new(config: &CacheConfig) -> Result<Self> {
+        config.validate()?;
+        let mut blocks = vec![Block::new(BlockState::Free); config.num_blocks as usize];
+        blocks[0].state = BlockState::Null;
+        let mut free = BlockList::default();
+        for id in 1..config.num_blocks {
+            free.push_back(&mut blocks, BlockId::new(id));
+        }
+        let prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks);
+        Ok(Self {
+            blocks,
+            free,
+            cached: BlockList::default(),
+            fenced: VecDeque::new(),
+            prefixes,
+            num_held: 0,
+            newest_plan: PlanId::new(0),
+            stamp: 0,
+            num_evictions: 0,
+        })
+    }
+
+    /// Blocks of the pool, the null block included.
+    pub fn num_blocks(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Blocks that can be handed out now: free ones and evictable ones.
+    pub fn num_available(&self) -> u32 {
+        self.free.len() + self.cached.len()
+    }
+
+    /// Blocks that nobody holds and that hold nothing.
+    pub fn num_free(&self) -> u32 {
+        self.free.len()
+    }
+
+    /// Blocks that nobody holds and that can be hit.
+    pub fn num_cached(&self) -> u32 {
+        self.cached.len()
+    }
+
+    /// Blocks with a holder.
+    pub fn num_held(&self) -> u32 {
+        self.num_held
+    }
+
+    /// Blocks that wait for a plan to end.
+    pub fn num_fenced(&self) -> u32 {
+        self.num_blocks() - 1 - self.num_available() - self.num_held
+    }
+
+    /// Cached blocks that were reused for something else, since the pool was made.
+    pub fn num_evictions(&self) -> u64 {
+        self.num_evictions
+    }
+
+    /// Holders of a block.
+    ///
+    /// # Errors
+    /// [`Error::UnknownBlock`] for an id outside the pool.
+    pub fn ref_count(&self, block: BlockId) -> Result<u32> {
+        self.check(block).map(|()| self.blocks[block.index()].ref_count)
+    }
+
+    /// Where a block is in its life.
+    ///
+    /// # Errors
+    /// [`Error::UnknownBlock`] for an id outside the pool.
+    pub fn state(&self, block: BlockId) -> Result<BlockState> {
+        self.check(block).map(|()| self.blocks[block.index()].state)
+    }
+
+    /// Fills `out` with blocks that the caller then holds; `None`, and nothing changed, if there are not enough.
+    pub fn allocate(&mut self, out: &mut [BlockId]) -> Option<()> {
+        if out.len() > self.num_available() as usize {
+            return None;
+        }
+        out.fill_with(|| self.allocate_one());
+        Some(())
+    }
+
+    /// Takes one more hold on each block. A block that is listed twice gets two.
+    ///
+    /// # Errors
+    /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that is free.
+    pub fn touch(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for &block in blocks {
+            self.check(block)?;
+            if self.blocks[block.index()].state == BlockState::Free {
+                return Err(Error::NotHeld(block));
+            }
+        }
+        blocks.iter().for_each(|&block| self.hold(block));
+        Ok(())
+    }
+
+    /// Gives up one hold on each block, in the order given. A block that is listed twice loses two.
+    ///
+    /// # Errors
+    /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that has fewer holders than the call gives up.
+    pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for (i, &block) in blocks.iter().enumerate() {
+            let refused = match self.check(block) {
+                Ok(()) if self.blocks[block.index()].ref_count == 0 => Error::NotHeld(block),
+                Ok(()) => {
+                    self.blocks[block.index()].ref_count -= 1;
+                    continue;
+                }
+                Err(error) => error,
+            };
+            blocks[..i]
+                .iter()
+                .for_each(|taken| self.blocks[taken.index()].ref_count += 1);
+            return Err(refused);
+        }
+        for &block in blocks {
+            let record = &self.blocks[block.index()];
+            if record.ref_count == 0 && record.state == BlockState::Held {
+                self.retire(block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops a cached block's contents: it becomes free at once. Answers whether it did: a block that is held, fenced or
+    /// free stays as it is, and so does one whose prefix others continue.
+    ///
+    /// # Errors
+    /// [`Error::UnknownBlock`] for an id outside the pool.
+    pub fn evict(&mut self, block: BlockId) -> Result<bool> {
+        self.check(block)?;
+        let record = &self.blocks[block.index()];
+        let evictable = record.state == BlockState::Cached && self.prefixes.node(record.node).num_children == 0;
+        if evictable {
+            self.cached.remove(&mut self.blocks, block);
+            self.forget(block);
+            self.num_evictions += 1;
+            self.set_free(block);
+        }
+        Ok(evictable)
+    }
+
+    /// The plan that was begun last, whether or not it has ended.
+    pub(crate) fn newest_plan(&self) -> PlanId {
+        self.newest_plan
+    }
+
+    pub(crate) fn is_in_flight(&self, plan: PlanId) -> bool {
+        self.fenced.iter().any(|&(in_flight, _)| in_flight == plan)
+    }
+
+    /// The oldest plan in flight for whose end blocks wait.
+    pub(crate) fn first_fencing_plan(&self) -> Option<PlanId> {
+        self.fenced
+            .iter()
+            .find(|(_, waiting)| waiting.len() > 0)
+            .map(|&(plan, _)| plan)
+    }
+
+    pub(crate) fn begin_plan(&mut self) -> PlanId {
+        self.newest_plan = self.newest_plan.next();
+        self.fenced.push_back((self.newest_plan, BlockList::default()));
+        self.newest_plan
+    }
+
+    /// Ends the oldest plan in flight: what waited for it is free, or cached, in the order of its release.
+    pub(crate) fn end_oldest_plan(&mut self) {
+        let (_, mut waiting) = self.fenced.pop_front().expect("a plan is in flight");
+        while let Some(block) = waiting.pop_front(&mut self.blocks) {
+            self.settle(block);
+        }
+    }
+
+    /// Ends the newest plan in flight, which never ran. What waited for it may be named by an older one as well.
+    pub(crate) fn cancel_newest_plan(&mut self) {
+        let (_, mut waiting) = self.fenced.pop_back().expect("a plan is in flight");
+        while let Some(block) = waiting.pop_front(&mut self.blocks) {
+            self.fence_or_settle(block);
+        }
+    }
+
+    pub(crate) fn allocate_one(&mut self) -> BlockId {
+        self.stamp += 1;
+        let block = self.free.pop_front(&mut self.blocks).unwrap_or_else(|| {
+            let block = self
+                .cached
+                .pop_front(&mut self.blocks)
+                .expect("the caller counted the available blocks");
+            self.forget(block);
+            self.num_evictions += 1;
+            block
+        });
+        let record = &mut self.blocks[block.index()];
+        record.state = BlockState::Held;
+        record.ref_count = 1;
+        self.num_held += 1;
+        block
+    }
+
+    /// Takes one more hold on a block that holds something.
+    pub(crate) fn hold(&mut self, block: BlockId) {
+        let record = &mut self.blocks[block.index()];
+        record.ref_count += 1;
+        let (state, fence) = (record.state, record.fence);
+        record.state = BlockState::Held;
+        match state {
+            BlockState::Held => return,
+            BlockState::Cached => self.cached.remove(&mut self.blocks, block),
+            BlockState::Fenced => {
+                let list = self.list_of(fence).expect("a fenced block waits for a plan in flight");
+                self.fenced[list].1.remove(&mut self.blocks, block);
+            }
+            BlockState::Free | BlockState::Null => unreachable!("law 1 is broken: block {} holds nothing", block.get()),
+        }
+        self.num_held += 1;
+        self.stamp += 1;
+    }
+
+    /// Gives up one hold. `named_by` is the newest plan in flight that names the block through this holder. Answers the
+    /// newest plan in flight that names it through any.
+    pub(crate) fn release(&mut self, block: BlockId, named_by: Option<PlanId>) -> Option<PlanId> {
+        let record = &mut self.blocks[block.index()];
+        assert!(
+            record.ref_count > 0,
+            "law 2 is broken: block {} has no holder to release it",
+            block.get()
+        );
+        record.ref_count -= 1;
+        record.fence = record.fence.max(named_by.unwrap_or_default());
+        let (fence, is_last) = (record.fence, record.ref_count == 0);
+        if is_last {
+            self.retire(block);
+        }
+        self.list_of(fence).map(|list| self.fenced[list].0)
+    }
+
+    pub(crate) fn attach(&mut self, block: BlockId, node: NodeId) {
+        self.stamp += 1;
+        self.prefixes.attach(&mut self.blocks, block, node);
+    }
+
+    /// Makes the block public: the tokens of its node were computed. A block that left its node meanwhile stays private.
+    pub(crate) fn publish(&mut self, block: BlockId) {
+        let record = &mut self.blocks[block.index()];
+        record.committed = record.node != NO_NODE;
+    }
+
+    /// Takes the block off its node if the tokens on their way to it were never computed.
+    pub(crate) fn withdraw(&mut self, block: BlockId) {
+        let record = &self.blocks[block.index()];
+        if record.node != NO_NODE && !record.committed {
+            self.forget(block);
+        }
+    }
+
+    /// Takes the block off its node, if it has one.
+    pub(crate) fn forget(&mut self, block: BlockId) {
+        if self.blocks[block.index()].node != NO_NODE {
+            self.stamp += 1;
+            self.prefixes.detach(&mut self.blocks, block);
+        }
+    }
+
+    pub(crate) fn hold_root(&mut self, key: &RootKey) -> NodeId {
+        self.prefixes.hold_root(key)
+    }
+
+    /// Forgets every prefix: evictable blocks become free now, held and fenced ones when they are released.
+    pub(crate) fn reset_prefixes(&mut self) {
+        self.stamp += 1;
+        self.prefixes.reset();
+        while let Some(block) = self.cached.pop_front(&mut self.blocks) {
+            self.forget(block);
+            self.set_free(block);
+        }
+    }
+
+    pub(crate) fn is_evictable(&self, block: BlockId) -> bool {
+        self.blocks[block.index()].state == BlockState::Cached
+    }
+
+    /// Whether cached prefixes continue the one that the block holds.
+    pub(crate) fn carries_descendants(&self, block: BlockId) -> bool {
+        self.prefixes.node(self.blocks[block.index()].node).num_children > 0
+    }
+
+    pub(crate) fn check(&self, block: BlockId) -> Result<()> {
+        let last = self.num_blocks() - 1;
+        if (1..=last).contains(&block.get()) {
+            Ok(())
+        } else {
+            Err(Error::UnknownBlock { block, last })
+        }
+    }
+
+    /// The last holder is gone.
+    fn retire(&mut self, block: BlockId) {
+        self.num_held -= 1;
+        self.fence_or_settle(block);
+    }
+
+    fn fence_or_settle(&mut self, block: BlockId) {
+        let Some(list) = self.list_of(self.blocks[block.index()].fence) else {
+            return self.settle(block);
+        };
+        self.stamp += 1;
+        self.blocks[block.index()].state = BlockState::Fenced;
+        self.fenced[list].1.push_back(&mut self.blocks, block);
+    }
+
+    /// The list of the newest plan in flight up to `fence`: a block's fence may be a plan that was cancelled, while an
+    /// older one that names the block as well still runs.
+    fn list_of(&self, fence: PlanId) -> Option<usize> {
+        self.fenced.iter().rposition(|&(plan, _)| plan <= fence)
+    }
+
+    /// Nobody holds the block and no plan in flight names it.
+    fn settle(&mut self, block: BlockId) {
+        self.stamp += 1;
+        let node = self.blocks[block.index()].node;
+        if node != NO_NODE && self.blocks[block.index()].committed && self.prefixes.is_current(node) {
+            self.blocks[block.index()].state = BlockState::Cached;
+            self.cached.push_back(&mut self.blocks, block);
+        } else {
+            self.forget(block);
+            self.set_free(block);
+        }
+    }
+
+    fn set_free(&mut self, block: BlockId) {
+        self.blocks[block.index()].state = BlockState::Free;
+        self.free.push_front(&mut self.blocks, block);
+    }
+}

@@ -1,0 +1,186 @@
+//! Validated configuration, and the only home of defaults.
+
+use crate::error::{Error, Result, invalid};
+
+/// Tokens per block where nothing else is said, as in the paper.
+pub const DEFAULT_BLOCK_SIZE: u32 = 16;
+/// Sequences that may be resident at once where nothing else is said.
+pub const DEFAULT_MAX_NUM_SEQS: u32 = 256;
+/// Tokens per step where nothing else is said.
+pub const DEFAULT_MAX_NUM_BATCHED_TOKENS: u32 = 8192;
+/// Longest sequence where nothing else is said.
+pub const DEFAULT_MAX_MODEL_LEN: u32 = 8192;
+/// Plans that may be in flight where nothing else is said.
+pub const DEFAULT_MAX_PLANS_IN_FLIGHT: u32 = 1;
+
+/// Ids, lengths and counts stay below this, so that sums of two fit in an `i32`.
+const LIMIT: u32 = 1 << 30;
+
+/// The layers that share one block table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupSpec {
+    /// Layers in the group.
+    pub num_layers: u32,
+    /// Key/value heads of each layer.
+    pub num_kv_heads: u32,
+    /// Elements per head.
+    pub head_dim: u32,
+    /// Element type by its torch name, such as `"bfloat16"`.
+    pub dtype: String,
+    /// Tokens that a query sees, itself included; `None` for all.
+    pub sliding_window: Option<u32>,
+}
+
+/// The pool and how prefixes are told apart in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheConfig {
+    /// Blocks of the pool, the null block included.
+    pub num_blocks: u32,
+    /// Tokens per block.
+    pub block_size: u32,
+    /// Seed of the prefix hashes. Give each tenant boundary that matters its own.
+    pub hash_seed: u64,
+    /// Whether prefixes are cached at all.
+    pub enable_prefix_caching: bool,
+    /// Cache groups; empty for bookkeeping alone.
+    pub groups: Vec<GroupSpec>,
+}
+
+impl CacheConfig {
+    /// A pool of `num_blocks` blocks, the null block included, with defaults for the rest.
+    pub fn new(num_blocks: u32) -> Self {
+        Self {
+            num_blocks,
+            block_size: DEFAULT_BLOCK_SIZE,
+            hash_seed: 0,
+            enable_prefix_caching: true,
+            groups: Vec::new(),
+        }
+    }
+
+    /// Blocks that can be handed out.
+    pub const fn usable_blocks(&self) -> u32 {
+        self.num_blocks - 1
+    }
+
+    /// Cache groups of a plan: one where none is described.
+    pub fn num_groups(&self) -> usize {
+        self.groups.len().max(1)
+    }
+
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a size out of range, [`Error::Unsupported`] for more than one group.
+    pub fn validate(&self) -> Result<()> {
+        in_range("num_blocks", self.num_blocks, 2)?;
+        in_range("block_size", self.block_size, 1)?;
+        if u64::from(self.num_blocks) * u64::from(self.block_size) > i64::MAX as u64 {
+            return invalid(
+                "num_blocks",
+                "num_blocks x block_size to fit in 63 bits",
+                self.num_blocks,
+            );
+        }
+        if self.groups.len() > 1 {
+            return Err(Error::Unsupported(format!(
+                "{} cache groups: one group for all layers only",
+                self.groups.len()
+            )));
+        }
+        for group in &self.groups {
+            in_range("num_layers", group.num_layers, 1)?;
+            in_range("num_kv_heads", group.num_kv_heads, 1)?;
+            in_range("head_dim", group.head_dim, 1)?;
+            if let Some(window) = group.sliding_window {
+                in_range("sliding_window", window, 1)?;
+                return Err(Error::Unsupported(format!(
+                    "sliding_window {window} of a group: every block is kept; pass the window to the attention call"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How requests are ordered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Policy {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+}
+
+impl std::str::FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "fcfs" => Ok(Self::Fcfs),
+            _ => Err(Error::Unsupported(format!(
+                "policy {name:?}: this version schedules by \"fcfs\""
+            ))),
+        }
+    }
+}
+
+/// Limits of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerConfig {
+    /// Seats: sequences that may be resident at once.
+    pub max_num_seqs: u32,
+    /// Tokens per step.
+    pub max_num_batched_tokens: u32,
+    /// Longest sequence, prompt and output together.
+    pub max_model_len: u32,
+    /// Share of the usable blocks that an admission leaves free while other requests run.
+    pub watermark: f64,
+    /// Most draft nodes per sequence.
+    pub lookahead: u32,
+    /// Plans that may be made before the oldest is ended.
+    pub max_plans_in_flight: u32,
+    /// Order of requests.
+    pub policy: Policy,
+}
+
+impl Default for SchedulerConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: DEFAULT_MAX_NUM_SEQS,
+            max_num_batched_tokens: DEFAULT_MAX_NUM_BATCHED_TOKENS,
+            max_model_len: DEFAULT_MAX_MODEL_LEN,
+            watermark: 0.0,
+            lookahead: 0,
+            max_plans_in_flight: DEFAULT_MAX_PLANS_IN_FLIGHT,
+            policy: Policy::default(),
+        }
+    }
+}
+
+impl SchedulerConfig {
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a limit out of range, [`Error::Unsupported`] for draft tokens.
+    pub fn validate(&self) -> Result<()> {
+        in_range("max_num_seqs", self.max_num_seqs, 1)?;
+        in_range("max_num_batched_tokens", self.max_num_batched_tokens, 1)?;
+        in_range("max_model_len", self.max_model_len, 1)?;
+        in_range("max_plans_in_flight", self.max_plans_in_flight, 1)?;
+        if !(0.0..1.0).contains(&self.watermark) {
+            return invalid("watermark", "a share in [0, 1)", self.watermark);
+        }
+        if self.lookahead != 0 {
+            return Err(Error::Unsupported(format!(
+                "lookahead {}: draft tokens",
+                self.lookahead
+            )));
+        }
+        Ok(())
+    }
+}
+
+fn in_range(argument: &'static str, value: u32, least: u32) -> Result<()> {
+    if (least..LIMIT).contains(&value) {
+        Ok(())
+    } else {
+        invalid(argument, format!("{least} to {}", LIMIT - 1), value)
+    }
+}

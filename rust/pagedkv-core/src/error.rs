@@ -1,0 +1,84 @@
+//! What a caller can do wrong. "No room now" is never an error but a `None`; a broken law is a panic.
+
+use crate::ids::{BlockId, Handle, PlanId};
+
+/// A refused call. Nothing was changed by it.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument outside its range.
+    #[error("{argument}: expected {expected}, found {found}")]
+    InvalidArgument {
+        /// Name of the argument.
+        argument: &'static str,
+        /// What it must be.
+        expected: String,
+        /// What came.
+        found: String,
+    },
+    /// A request that no empty pool could hold.
+    #[error("request needs {needed} blocks at its longest, the pool has {usable} usable ones")]
+    NeverFits {
+        /// Blocks at the longest, all samples together.
+        needed: u64,
+        /// Blocks of the pool that can be handed out.
+        usable: u64,
+    },
+    /// A request id that a live request has.
+    #[error("request_id {0:?} belongs to a request that is still live")]
+    DuplicateRequest(String),
+    /// A handle that was never given out, or whose request is gone.
+    #[error("handle {} names no live request", .0.get())]
+    UnknownHandle(Handle),
+    /// A sequence id that was never given out, or whose sequence is gone.
+    #[error("sequence {0} is not live")]
+    UnknownSequence(u64),
+    /// A block id outside the pool, or the null block.
+    #[error("block {} is not one of the blocks 1 to {last}", .block.get())]
+    UnknownBlock {
+        /// The id that came.
+        block: BlockId,
+        /// The largest id of the pool.
+        last: u32,
+    },
+    /// A block that has no holder (left) was freed or touched.
+    #[error("block {} is not held", .0.get())]
+    NotHeld(BlockId),
+    /// The sequence is part of a plan in flight.
+    #[error("sequence {0} is in a plan in flight: end the plan first")]
+    SequenceInFlight(u64),
+    /// Plans end in the order in which they were made.
+    #[error("plan {} cannot end now: the oldest plan in flight is {}", .found.get(), .oldest.get())]
+    PlanOutOfOrder {
+        /// The plan that was to end.
+        found: PlanId,
+        /// The plan that must end first.
+        oldest: PlanId,
+    },
+    /// The plan was ended before, by a commit, a rollback, or the rollback of an earlier plan.
+    #[error("plan {} is not in flight: it was committed, rolled back, or cancelled with an earlier plan", .0.get())]
+    PlanNotInFlight(PlanId),
+    /// As many plans are in flight as the configuration allows.
+    #[error("{0} plans are in flight already (max_plans_in_flight): commit or roll back the oldest first")]
+    TooManyPlans(u32),
+    /// No plan is open for the call.
+    #[error("no plan is in flight: call begin_plan first")]
+    NoPlan,
+    /// Blocks from a lookup that other calls have made stale.
+    #[error("the computed blocks are stale: call get_computed_blocks again after any other change")]
+    StaleComputedBlocks,
+    /// A combination that this version does not have.
+    #[error("not supported: {0}")]
+    Unsupported(String),
+}
+
+/// The result of a call that can be refused.
+pub type Result<T> = std::result::Result<T, Error>;
+
+pub(crate) fn invalid<T>(argument: &'static str, expected: impl Into<String>, found: impl ToString) -> Result<T> {
+    Err(Error::InvalidArgument {
+        argument,
+        expected: expected.into(),
+        found: found.to_string(),
+    })
+}

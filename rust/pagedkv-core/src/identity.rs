@@ -1,0 +1,112 @@
+//! What besides its tokens tells one prefix from another: typed, length-prefixed, never mixed up.
+
+use std::sync::Arc;
+
+/// Keys that hold for every block of a sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RootKey {
+    /// The adapter, by an id that is never used for another one.
+    pub lora_id: Option<i64>,
+    /// Isolates whoever brings it: only equal salts share blocks.
+    pub cache_salt: Option<Box<[u8]>>,
+}
+
+/// Prompt positions that stand for an image (or any other input that is not in the token ids).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageSpan {
+    /// First position.
+    pub start: u32,
+    /// Number of positions.
+    pub len: u32,
+    /// Digest of the content.
+    pub digest: Box<[u8]>,
+}
+
+/// All extra keys of a sequence; shared by its forks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Keys of the whole sequence.
+    pub root: RootKey,
+    /// Images, by ascending start, not overlapping.
+    pub images: Vec<ImageSpan>,
+}
+
+impl Identity {
+    /// Appends to `key` an encoding of what positions `start..end` hold besides tokens; nothing for plain text.
+    ///
+    /// The offset of the block within its image is part of it: the same placeholder tokens may stand for different
+    /// parts of one image.
+    pub(crate) fn encode_block(&self, start: u32, end: u32, key: &mut Vec<u8>) {
+        let overlapping = self
+            .images
+            .iter()
+            .filter(|image| image.start < end && start < image.start + image.len);
+        for image in overlapping {
+            key.extend_from_slice(&(i64::from(image.start) - i64::from(start)).to_le_bytes());
+            key.extend_from_slice(&image.len.to_le_bytes());
+            key.extend_from_slice(&(image.digest.len() as u64).to_le_bytes());
+            key.extend_from_slice(&image.digest);
+        }
+    }
+}
+
+/// The token ids of a sequence: a part that forks share and a tail of its own.
+#[derive(Clone, Debug)]
+pub(crate) struct Tokens {
+    shared: Arc<[i32]>,
+    tail: Vec<i32>,
+}
+
+impl Tokens {
+    pub(crate) fn new(shared: Arc<[i32]>) -> Self {
+        Self {
+            shared,
+            tail: Vec::new(),
+        }
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        (self.shared.len() + self.tail.len()) as u32
+    }
+
+    pub(crate) fn push(&mut self, token: i32) {
+        self.tail.push(token);
+    }
+
+    pub(crate) fn truncate(&mut self, len: u32) {
+        let len = len as usize;
+        if len < self.shared.len() {
+            self.shared = self.shared[..len].into();
+        }
+        self.tail.truncate(len.saturating_sub(self.shared.len()));
+    }
+
+    pub(crate) fn get(&self, position: u32) -> Option<i32> {
+        let position = position as usize;
+        self.shared
+            .get(position)
+            .or_else(|| self.tail.get(position - self.shared.len()))
+            .copied()
+    }
+
+    /// Calls `with` on the tokens `start..end`, copied to `scratch` only where they straddle the border of the shared part.
+    pub(crate) fn with_range<R>(
+        &self,
+        start: u32,
+        end: u32,
+        scratch: &mut Vec<i32>,
+        with: impl FnOnce(&[i32]) -> R,
+    ) -> R {
+        let (start, end, border) = (start as usize, end as usize, self.shared.len());
+        if end <= border {
+            return with(&self.shared[start..end]);
+        }
+        if start >= border {
+            return with(&self.tail[start - border..end - border]);
+        }
+        scratch.clear();
+        scratch.extend_from_slice(&self.shared[start..]);
+        scratch.extend_from_slice(&self.tail[..end - border]);
+        with(scratch)
+    }
+}

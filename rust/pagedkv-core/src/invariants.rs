@@ -1,0 +1,275 @@
+//! The laws of the bookkeeping, one function each. A law that does not hold is a bug of this crate.
+
+use crate::block_list::BlockState;
+use crate::ids::{BlockId, NO_NODE, NULL_BLOCK};
+use crate::kv_cache_manager::{KVCacheManager, Sequence};
+
+/// A law that does not hold, by its number in the design, and where.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("law {law} is broken: {what}")]
+pub struct BrokenLaw {
+    /// Number of the law.
+    pub law: u8,
+    /// What was found.
+    pub what: String,
+}
+
+type Check = Result<(), BrokenLaw>;
+
+fn require(holds: bool, law: u8, what: impl FnOnce() -> String) -> Check {
+    if holds {
+        Ok(())
+    } else {
+        Err(BrokenLaw { law, what: what() })
+    }
+}
+
+impl KVCacheManager {
+    /// Checks every law over the whole state.
+    ///
+    /// # Errors
+    /// The first [`BrokenLaw`].
+    ///
+    /// # Complexity
+    /// O(blocks + nodes x tokens per block + table entries).
+    pub fn check_integrity(&self) -> Check {
+        self.every_block_is_in_one_place()?;
+        self.ref_counts_are_holders()?;
+        self.nodes_hold_committed_tokens()?;
+        self.sequences_follow_their_path()?;
+        self.tables_are_as_long_as_needed()?;
+        self.written_blocks_are_the_writers_own()?;
+        self.prefixes_outlive_what_continues_them()?;
+        self.tree_is_consistent()
+    }
+
+    /// Law 1: every block is in exactly one of free, held, cached, fenced; block 0 is in none.
+    fn every_block_is_in_one_place(&self) -> Check {
+        let pool = &self.pool;
+        let mut place = vec![None; pool.blocks.len()];
+        let mut put = |block: BlockId, state| {
+            let twice = place[block.index()].replace(state).is_some();
+            require(!twice && block != NULL_BLOCK, 1, || {
+                format!("block {} is in two lists", block.get())
+            })
+        };
+        pool.free
+            .iter(&pool.blocks)
+            .try_for_each(|block| put(block, BlockState::Free))?;
+        pool.cached
+            .iter(&pool.blocks)
+            .try_for_each(|block| put(block, BlockState::Cached))?;
+        for (_, waiting) in &pool.fenced {
+            waiting
+                .iter(&pool.blocks)
+                .try_for_each(|block| put(block, BlockState::Fenced))?;
+        }
+        let mut held = 0;
+        for (index, (record, place)) in pool.blocks.iter().zip(&place).enumerate().skip(1) {
+            let state = place.unwrap_or(BlockState::Held);
+            require(record.state == state, 1, || {
+                format!("block {index} is {:?} in a place of {state:?}", record.state)
+            })?;
+            held += u32::from(state == BlockState::Held);
+        }
+        require(held == pool.num_held(), 1, || {
+            format!("{held} blocks are held, {} are counted", pool.num_held())
+        })?;
+        require(pool.blocks[0].state == BlockState::Null, 1, || {
+            "the null block was handed out".into()
+        })
+    }
+
+    /// Law 2: the reference count is the number of table entries; the evictable ones are cached, committed and unfenced.
+    fn ref_counts_are_holders(&self) -> Check {
+        let mut holders = vec![0; self.pool.blocks.len()];
+        for sequence in self.live() {
+            sequence.table.iter().for_each(|block| holders[block.index()] += 1);
+        }
+        for (index, (record, &holders)) in self.pool.blocks.iter().zip(&holders).enumerate().skip(1) {
+            require(record.ref_count == holders, 2, || {
+                format!(
+                    "block {index} counts {} holders, tables have {holders}",
+                    record.ref_count
+                )
+            })?;
+            require((record.state == BlockState::Held) == (holders > 0), 2, || {
+                format!("block {index} is {:?} with {holders} holders", record.state)
+            })?;
+            if record.state == BlockState::Cached {
+                let hittable = record.committed && record.node != NO_NODE;
+                require(hittable, 2, || format!("block {index} is cached and holds nothing"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Law 3: a node's blocks name it; one that is not committed is being filled by a plan in flight.
+    fn nodes_hold_committed_tokens(&self) -> Check {
+        let pool = &self.pool;
+        let mut listed = vec![false; pool.blocks.len()];
+        for (node, _) in pool.prefixes.live_nodes() {
+            for block in pool.prefixes.blocks_of(&pool.blocks, node) {
+                listed[block.index()] = true;
+                let names_it = pool.blocks[block.index()].node == node;
+                require(names_it, 3, || {
+                    format!("block {} is listed by a node that it does not name", block.get())
+                })?;
+            }
+        }
+        for (index, record) in pool.blocks.iter().enumerate() {
+            let on_node = record.node != NO_NODE;
+            require(on_node == listed[index], 3, || {
+                format!("block {index} names a node that does not list it")
+            })?;
+            require(on_node || !record.committed, 3, || {
+                format!("block {index} is public without a node")
+            })?;
+            if on_node && !record.committed {
+                let filling = self
+                    .plans
+                    .iter()
+                    .any(|plan| plan.fills.contains(&BlockId::new(index as u32)));
+                require(filling, 3, || {
+                    format!("block {index} waits for tokens that no plan computes")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Law 3, from the sequences' side: the blocks on a sequence's path hold exactly its tokens.
+    fn sequences_follow_their_path(&self) -> Check {
+        let prefixes = &self.pool.prefixes;
+        for sequence in self.live() {
+            let (mut node, mut scratch) = (sequence.path, Vec::new());
+            for column in (0..sequence.path_len).rev() {
+                let (start, end) = (column * self.block_size, (column + 1) * self.block_size);
+                let same = sequence
+                    .tokens
+                    .with_range(start, end, &mut scratch, |tokens| tokens == prefixes.tokens(node));
+                let block = sequence.table[column as usize];
+                let on_it = self.pool.blocks[block.index()].node == node;
+                require(same && on_it, 3, || {
+                    format!("block {} is not what its sequence holds it for", block.get())
+                })?;
+                node = prefixes.node(node).parent;
+            }
+            require(node == sequence.root, 3, || {
+                "a sequence's path does not start at its root".into()
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Law 5: a sequence has exactly the blocks that its scheduled tokens need.
+    fn tables_are_as_long_as_needed(&self) -> Check {
+        for sequence in self.live() {
+            let needed = sequence.num_scheduled.div_ceil(self.block_size) as usize;
+            require(sequence.table.len() == needed, 5, || {
+                format!("{} blocks for {} tokens", sequence.table.len(), sequence.num_scheduled)
+            })?;
+            let order = sequence.num_computed <= sequence.num_scheduled;
+            require(order, 5, || {
+                format!("{} tokens computed, fewer scheduled", sequence.num_computed)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Law 6: a block that the newest plans write is held by its writer, and besides only by sequences whose path it is on.
+    fn written_blocks_are_the_writers_own(&self) -> Check {
+        let mut writer = vec![usize::MAX; self.pool.blocks.len()];
+        for plan in &self.plans {
+            for (index, written) in plan.growths.iter().filter_map(|growth| growth.written(&self.sequences)) {
+                let columns = written.start / self.block_size..written.end.div_ceil(self.block_size);
+                for &block in &self.sequences[index].table[columns.start as usize..columns.end as usize] {
+                    let other = std::mem::replace(&mut writer[block.index()], index);
+                    let alone = other == usize::MAX || other == index;
+                    require(alone, 6, || format!("two sequences write block {}", block.get()))?;
+                }
+            }
+        }
+        for (index, sequence) in self
+            .sequences
+            .iter()
+            .enumerate()
+            .filter(|(_, sequence)| sequence.is_live)
+        {
+            for (column, &block) in sequence.table.iter().enumerate() {
+                let writer = writer[block.index()];
+                let allowed = writer == usize::MAX || writer == index || column < sequence.path_len as usize;
+                require(allowed, 6, || {
+                    format!("block {} is written under another holder", block.get())
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Law 7: a node's last block goes after every evictable block of its descendants.
+    fn prefixes_outlive_what_continues_them(&self) -> Check {
+        let pool = &self.pool;
+        let mut position = vec![usize::MAX; pool.blocks.len()];
+        pool.cached
+            .iter(&pool.blocks)
+            .enumerate()
+            .for_each(|(at, block)| position[block.index()] = at);
+        let goes_last = |node| {
+            pool.prefixes
+                .blocks_of(&pool.blocks, node)
+                .map(|block| position[block.index()])
+                .max()
+        };
+        for (node, record) in pool.prefixes.live_nodes() {
+            let parent = record.parent;
+            if parent == NO_NODE || pool.prefixes.node(parent).parent == NO_NODE {
+                continue;
+            }
+            let evictable = pool
+                .prefixes
+                .blocks_of(&pool.blocks, node)
+                .map(|block| position[block.index()]);
+            let Some(last) = evictable.filter(|&at| at != usize::MAX).max() else {
+                continue;
+            };
+            let kept = goes_last(parent).is_some_and(|parent_last| parent_last > last);
+            require(kept, 7, || {
+                format!("the parent of node {} is evicted before it", node.0)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The index finds every node, and children are counted right.
+    fn tree_is_consistent(&self) -> Check {
+        let prefixes = &self.pool.prefixes;
+        let mut children = std::collections::BTreeMap::<u32, u32>::new();
+        self.live()
+            .for_each(|sequence| *children.entry(sequence.root.0).or_default() += 1);
+        let mut count = 0;
+        for (node, record) in prefixes.live_nodes() {
+            count += 1;
+            if record.parent != NO_NODE {
+                *children.entry(record.parent.0).or_default() += 1;
+            }
+            require(prefixes.is_indexed(node), 3, || {
+                format!("node {} is not in the index", node.0)
+            })?;
+        }
+        require(count == prefixes.num_nodes(), 3, || {
+            format!("{count} nodes live, {} are kept", prefixes.num_nodes())
+        })?;
+        for (node, record) in prefixes.live_nodes() {
+            let counted = children.get(&node.0).copied().unwrap_or(0);
+            require(record.num_children == counted, 3, || {
+                format!("node {} counts {} children of {counted}", node.0, record.num_children)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Sequence> {
+        self.sequences.iter().filter(|sequence| sequence.is_live)
+    }
+}

@@ -1,0 +1,408 @@
+//! Sequences and the blocks that they hold: growth, forks, prefix hits, and the plans in which they change.
+//!
+//! Sequences grow inside a *plan*: [`KVCacheManager::begin_plan`] opens one, [`KVCacheManager::allocate_slots`] adds
+//! tokens of a sequence to the newest, and [`KVCacheManager::commit`] or [`KVCacheManager::rollback`] ends it. A block
+//! becomes public in the prefix cache when the plan that fills it commits; until then only sequences of that plan and
+//! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
+
+mod plan;
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::block_pool::BlockPool;
+use crate::config::CacheConfig;
+use crate::error::{Error, Result, invalid};
+use crate::identity::{Identity, Tokens};
+use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
+pub use plan::{AllocatedSlots, BlockCopy};
+pub(crate) use plan::{Extension, PlanRecord};
+
+/// One sequence: its tokens, its block table, and how far it is computed.
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) table: Vec<BlockId>,
+    pub(crate) tokens: Tokens,
+    /// Tokens computed by plans that committed.
+    pub(crate) num_computed: u32,
+    /// Tokens computed when every plan in flight has committed.
+    pub(crate) num_scheduled: u32,
+    /// Plans in flight that name the sequence, oldest first, with the computed length after each.
+    in_flight: SmallVec<[(PlanId, u32); 2]>,
+    /// Where the sequence's prefixes start; held while the sequence lives.
+    pub(crate) root: NodeId,
+    /// The node of the first `path_len` blocks; the root at 0.
+    pub(crate) path: NodeId,
+    pub(crate) path_len: u32,
+    /// Whether the next write may meet a block that others hold or that is cached.
+    tail_may_be_shared: bool,
+    /// Whether the sequence reads and feeds the prefix cache.
+    uses_cache: bool,
+    identity: Arc<Identity>,
+    /// Rises whenever the sequence loses all its blocks, so that a plan's record of earlier ones is void.
+    pub(crate) epoch: u32,
+    generation: u32,
+    pub(crate) is_live: bool,
+}
+
+/// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
+#[derive(Clone, Debug, Default)]
+pub struct ComputedBlocks {
+    blocks: Vec<BlockId>,
+    node: NodeId,
+    num_tokens: u32,
+    stamp: u64,
+}
+
+impl ComputedBlocks {
+    /// The blocks, in the order of the tokens that they hold.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Tokens that need not be computed.
+    pub const fn num_tokens(&self) -> u32 {
+        self.num_tokens
+    }
+}
+
+/// The bookkeeping of a paged KV cache. See the module's page.
+#[derive(Debug)]
+pub struct KVCacheManager {
+    pub(crate) pool: BlockPool,
+    pub(crate) sequences: Vec<Sequence>,
+    vacant: Vec<u32>,
+    pub(crate) block_size: u32,
+    caching: bool,
+    pub(crate) plans: std::collections::VecDeque<PlanRecord>,
+    spare_records: Vec<PlanRecord>,
+    scratch: Vec<i32>,
+}
+
+impl KVCacheManager {
+    /// A manager over a pool of its own.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::validate`].
+    pub fn new(config: &CacheConfig) -> Result<Self> {
+        Ok(Self {
+            pool: BlockPool::new(config)?,
+            sequences: Vec::new(),
+            vacant: Vec::new(),
+            block_size: config.block_size,
+            caching: config.enable_prefix_caching,
+            plans: std::collections::VecDeque::new(),
+            spare_records: Vec::new(),
+            scratch: Vec::new(),
+        })
+    }
+
+    /// A sequence of these tokens, none of them computed. It holds no block yet.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for no tokens, or images that overlap or are out of order.
+    pub fn create(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>, uses_cache: bool) -> Result<SequenceId> {
+        check_identity(&identity)?;
+        if tokens.is_empty() || tokens.len() > i32::MAX as usize {
+            return invalid("tokens", "1 to 2^31 - 1 token ids", tokens.len());
+        }
+        let root = self.pool.hold_root(&identity.root);
+        Ok(self.insert(Tokens::new(tokens), identity, uses_cache && self.caching, root))
+    }
+
+    /// Adds known tokens to the end of a sequence; they are not computed yet.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn append_tokens(&mut self, sequence: SequenceId, tokens: &[i32]) -> Result<()> {
+        let index = self.find(sequence)?;
+        tokens.iter().for_each(|&token| self.append_token(index, token));
+        Ok(())
+    }
+
+    /// A second sequence with the same tokens, blocks and computed length. It takes no block: the shared last one is
+    /// copied when one of the two first writes into it.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::SequenceInFlight`].
+    ///
+    /// # Complexity
+    /// O(blocks of the sequence).
+    pub fn fork(&mut self, sequence: SequenceId) -> Result<SequenceId> {
+        let index = self.find_idle(sequence)?;
+        Ok(self.fork_at(index))
+    }
+
+    /// Cuts a sequence to its first `num_tokens` tokens and releases the blocks behind them.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::SequenceInFlight`], [`Error::InvalidArgument`] for more tokens than there are.
+    pub fn truncate(&mut self, sequence: SequenceId, num_tokens: u32) -> Result<()> {
+        let index = self.find_idle(sequence)?;
+        let sequence = &mut self.sequences[index];
+        let len = sequence.tokens.len();
+        if !(1..=len).contains(&num_tokens) {
+            return invalid("num_tokens", format!("1 to {len}"), num_tokens);
+        }
+        sequence.tokens.truncate(num_tokens);
+        sequence.num_computed = sequence.num_computed.min(num_tokens);
+        sequence.tail_may_be_shared = true;
+        let num_computed = sequence.num_computed;
+        self.shrink(index, num_computed);
+        Ok(())
+    }
+
+    /// Ends a sequence and releases its blocks, last one first.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn free(&mut self, sequence: SequenceId) -> Result<()> {
+        let index = self.find(sequence)?;
+        self.remove(index);
+        Ok(())
+    }
+
+    /// Forgets every cached prefix. What running sequences computed before stays theirs and is never hit again.
+    pub fn reset_prefix_cache(&mut self) {
+        self.pool.reset_prefixes();
+    }
+
+    /// Share of the usable blocks that are not available, from 0 to 1.
+    pub fn usage(&self) -> f64 {
+        1.0 - f64::from(self.pool.num_available()) / f64::from(self.pool.num_blocks() - 1)
+    }
+
+    /// The pool behind the sequences.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// The block table of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
+        self.find(sequence).map(|index| self.sequences[index].table.as_slice())
+    }
+
+    /// Known tokens of a sequence.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn num_tokens(&self, sequence: SequenceId) -> Result<u32> {
+        self.find(sequence).map(|index| self.sequences[index].tokens.len())
+    }
+
+    /// Tokens of a sequence whose keys and values are in its blocks, by plans that committed.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn num_computed_tokens(&self, sequence: SequenceId) -> Result<u32> {
+        self.find(sequence).map(|index| self.sequences[index].num_computed)
+    }
+
+    /// Sequences that live.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len() - self.vacant.len()
+    }
+
+    /// The longest prefix of the sequence's tokens, from where it stands, that cached blocks hold. Nothing is changed.
+    ///
+    /// A sequence stands on a block border or finds nothing; at least one of its tokens is left to compute.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`].
+    pub fn get_computed_blocks(&self, sequence: SequenceId) -> Result<ComputedBlocks> {
+        let index = self.find(sequence)?;
+        let mut found = ComputedBlocks::default();
+        self.lookup(index, self.sequences[index].tokens.len(), &mut found);
+        Ok(found)
+    }
+
+    /// The lookup behind [`Self::get_computed_blocks`], among the first `limit` tokens, into a buffer of the caller's.
+    pub(crate) fn lookup(&self, index: usize, limit: u32, found: &mut ComputedBlocks) {
+        let sequence = &self.sequences[index];
+        found.blocks.clear();
+        found.node = sequence.path;
+        found.stamp = self.pool.stamp;
+        found.num_tokens = 0;
+        if !sequence.uses_cache || sequence.path_len * self.block_size != sequence.num_scheduled {
+            return;
+        }
+        let (mut scratch, mut key) = (Vec::new(), Vec::new());
+        let mut start = sequence.num_scheduled;
+        while start + self.block_size < limit {
+            let end = start + self.block_size;
+            key.clear();
+            sequence.identity.encode_block(start, end, &mut key);
+            let prefixes = &self.pool.prefixes;
+            let child = prefixes.find_extra(&key).and_then(|extra| {
+                sequence.tokens.with_range(start, end, &mut scratch, |tokens| {
+                    prefixes.child(found.node, tokens, extra)
+                })
+            });
+            let Some(child) = child else { break };
+            let Some(block) = prefixes.usable_block(&self.pool.blocks, child) else {
+                break;
+            };
+            found.blocks.push(block);
+            found.node = child;
+            start = end;
+        }
+        found.num_tokens = start - sequence.num_scheduled;
+    }
+
+    pub(crate) fn append_token(&mut self, index: usize, token: i32) {
+        self.sequences[index].tokens.push(token);
+        self.register_filled(index);
+    }
+
+    pub(crate) fn fork_at(&mut self, index: usize) -> SequenceId {
+        let Sequence {
+            root,
+            uses_cache,
+            ref tokens,
+            ref identity,
+            ..
+        } = self.sequences[index];
+        let (tokens, identity) = (tokens.clone(), identity.clone());
+        self.pool.prefixes.hold(root);
+        let child = self.insert(tokens, identity, uses_cache, root);
+        self.adopt(child.index as usize, index);
+        child
+    }
+
+    /// Gives a sequence without blocks all that `from` holds; the caller knows that their tokens so far are the same.
+    pub(crate) fn adopt(&mut self, index: usize, from: usize) {
+        let [source, target] = self
+            .sequences
+            .get_disjoint_mut([from, index])
+            .expect("two live sequences");
+        source.table.iter().for_each(|&block| self.pool.hold(block));
+        target.table.clone_from(&source.table);
+        target.num_computed = source.num_computed;
+        target.num_scheduled = source.num_scheduled;
+        source.tail_may_be_shared = true;
+        target.tail_may_be_shared = true;
+        self.pool.prefixes.hold(source.root);
+        self.pool
+            .prefixes
+            .release_root(std::mem::replace(&mut target.root, source.root));
+        target.path = source.path;
+        target.path_len = source.path_len;
+    }
+
+    /// Takes all blocks from a sequence and starts it over. Returns how many of them nobody holds any more.
+    pub(crate) fn release_all(&mut self, index: usize) -> u32 {
+        let before = self.pool.num_held();
+        self.shrink(index, 0);
+        let sequence = &mut self.sequences[index];
+        sequence.num_computed = 0;
+        sequence.in_flight.clear();
+        sequence.epoch += 1;
+        sequence.tail_may_be_shared = false;
+        let root = self.pool.hold_root(&sequence.identity.root);
+        self.pool
+            .prefixes
+            .release_root(std::mem::replace(&mut sequence.root, root));
+        sequence.path = root;
+        before - self.pool.num_held()
+    }
+
+    pub(crate) fn remove(&mut self, index: usize) {
+        self.release_all(index);
+        let sequence = &mut self.sequences[index];
+        self.pool.prefixes.release_root(sequence.root);
+        sequence.is_live = false;
+        sequence.generation = sequence.generation.wrapping_add(1);
+        sequence.tokens = Tokens::new(Arc::from([]));
+        self.vacant.push(index as u32);
+    }
+
+    /// The sequence at `index`, if the record with this epoch still speaks of the blocks that it holds.
+    pub(crate) fn resident(&self, index: usize, epoch: u32) -> Option<&Sequence> {
+        Some(&self.sequences[index]).filter(|sequence| sequence.epoch == epoch)
+    }
+
+    /// Cuts a sequence's blocks to those of its first `num_tokens` tokens, releasing the last one first.
+    fn shrink(&mut self, index: usize, num_tokens: u32) {
+        let sequence = &mut self.sequences[index];
+        while sequence.path_len > num_tokens / self.block_size {
+            sequence.path = self.pool.prefixes.node(sequence.path).parent;
+            sequence.path_len -= 1;
+        }
+        // What a block waits for, those before it wait for as well: a prefix outlives what continues it.
+        let mut named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
+        let keep = num_tokens.div_ceil(self.block_size) as usize;
+        while sequence.table.len() > keep {
+            let block = sequence.table.pop().expect("the table is longer than what is kept");
+            named_by = self.pool.release(block, named_by);
+        }
+        sequence.num_scheduled = num_tokens;
+    }
+
+    fn insert(&mut self, tokens: Tokens, identity: Arc<Identity>, uses_cache: bool, root: NodeId) -> SequenceId {
+        let index = self.vacant.pop().unwrap_or(self.sequences.len() as u32);
+        let recycled = self.sequences.get_mut(index as usize);
+        let (table, epoch, generation) = recycled
+            .map(|old| (std::mem::take(&mut old.table), old.epoch, old.generation))
+            .unwrap_or_default();
+        let sequence = Sequence {
+            table,
+            tokens,
+            num_computed: 0,
+            num_scheduled: 0,
+            in_flight: SmallVec::new(),
+            root,
+            path: root,
+            path_len: 0,
+            tail_may_be_shared: false,
+            uses_cache,
+            identity,
+            epoch,
+            generation,
+            is_live: true,
+        };
+        if index as usize == self.sequences.len() {
+            self.sequences.push(sequence);
+        } else {
+            self.sequences[index as usize] = sequence;
+        }
+        SequenceId { index, generation }
+    }
+
+    fn find(&self, id: SequenceId) -> Result<usize> {
+        let index = id.index as usize;
+        let found = self
+            .sequences
+            .get(index)
+            .filter(|sequence| sequence.is_live && sequence.generation == id.generation);
+        found.map(|_| index).ok_or(Error::UnknownSequence(id.to_bits()))
+    }
+
+    fn find_idle(&self, id: SequenceId) -> Result<usize> {
+        let index = self.find(id)?;
+        if self.sequences[index].in_flight.is_empty() {
+            Ok(index)
+        } else {
+            Err(Error::SequenceInFlight(id.to_bits()))
+        }
+    }
+}
+
+fn check_identity(identity: &Identity) -> Result<()> {
+    let mut end = 0;
+    for image in &identity.images {
+        if image.start < end || image.len == 0 || image.start.checked_add(image.len).is_none() {
+            let expected = "spans of at least one position, ascending, not overlapping";
+            return invalid(
+                "image_spans",
+                expected,
+                format!("start {}, length {}", image.start, image.len),
+            );
+        }
+        end = image.start + image.len;
+    }
+    Ok(())
+}

@@ -1,0 +1,332 @@
+//! Growth inside plans, and what is kept to undo it.
+
+use super::{ComputedBlocks, KVCacheManager, Sequence};
+use crate::error::{Error, Result, invalid};
+use crate::ids::{BlockId, NO_NODE, PlanId, SequenceId};
+
+/// A block that was copied because the sequence had to write into one that others need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// Entry of the block table that changed.
+    pub column: u32,
+    /// The block that was there, and whose contents are needed.
+    pub source: BlockId,
+    /// The block that is there now.
+    pub target: BlockId,
+}
+
+/// One growth of one sequence in a plan.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Growth {
+    sequence: u32,
+    epoch: u32,
+    /// Computed length before, where writing starts (hits lie between), and after.
+    before: u32,
+    start: u32,
+    after: u32,
+    copy: Option<BlockCopy>,
+}
+
+impl Growth {
+    /// The growth's sequence and the positions that it writes, unless the sequence lost its blocks meanwhile.
+    pub(crate) fn written(&self, sequences: &[Sequence]) -> Option<(usize, std::ops::Range<u32>)> {
+        let index = self.sequence as usize;
+        (sequences[index].epoch == self.epoch).then_some((index, self.start..self.after))
+    }
+}
+
+/// What a plan did, so that it can be published or undone.
+#[derive(Debug)]
+pub(crate) struct PlanRecord {
+    pub(crate) id: PlanId,
+    pub(crate) growths: Vec<Growth>,
+    /// Blocks that the plan fills with known tokens.
+    pub(crate) fills: Vec<BlockId>,
+}
+
+/// What a growth did to a sequence's block table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extension {
+    pub(crate) copy: Option<BlockCopy>,
+    /// Table entries before the growth; those from here on are new.
+    pub(crate) first_new_column: u32,
+}
+
+/// Slots for the tokens of one growth.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AllocatedSlots {
+    /// Where each new token's key and value go: `block * block_size + offset`.
+    pub slot_mapping: Vec<i64>,
+    /// A block to copy before anything is written.
+    pub copy: Option<BlockCopy>,
+}
+
+impl KVCacheManager {
+    /// Opens a plan. Growth goes to the newest plan.
+    pub fn begin_plan(&mut self) -> PlanId {
+        let id = self.pool.begin_plan();
+        let mut record = self.spare_records.pop().unwrap_or(PlanRecord {
+            id,
+            growths: Vec::new(),
+            fills: Vec::new(),
+        });
+        record.id = id;
+        self.plans.push_back(record);
+        id
+    }
+
+    /// Gives a sequence slots for its next `num_new_tokens` tokens in the newest plan, after the blocks of `computed`.
+    ///
+    /// `None`, and nothing changed, if there is no room. Tokens beyond the known ones may be included: those that the
+    /// plan in flight before this one will sample.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::NoPlan`], [`Error::StaleComputedBlocks`], [`Error::InvalidArgument`] for no
+    /// tokens.
+    ///
+    /// # Complexity
+    /// O(new blocks + hit blocks).
+    pub fn allocate_slots(
+        &mut self,
+        sequence: SequenceId,
+        num_new_tokens: u32,
+        computed: &ComputedBlocks,
+    ) -> Result<Option<AllocatedSlots>> {
+        let index = self.find(sequence)?;
+        if self.plans.is_empty() {
+            return Err(Error::NoPlan);
+        }
+        if computed.num_tokens > 0 && computed.stamp != self.pool.stamp {
+            return Err(Error::StaleComputedBlocks);
+        }
+        let start = self.sequences[index].num_scheduled + computed.num_tokens;
+        if num_new_tokens == 0
+            || start
+                .checked_add(num_new_tokens)
+                .is_none_or(|end| end > i32::MAX as u32)
+        {
+            return invalid("num_new_tokens", "at least 1, and a length below 2^31", num_new_tokens);
+        }
+        if self.blocks_needed(index, num_new_tokens, computed) > self.pool.num_available() {
+            return Ok(None);
+        }
+        let extension = self.extend(index, num_new_tokens, computed);
+        let table = &self.sequences[index].table;
+        let slot = |position: u32| {
+            let block = table[(position / self.block_size) as usize];
+            i64::from(block.get()) * i64::from(self.block_size) + i64::from(position % self.block_size)
+        };
+        let slot_mapping = (start..start + num_new_tokens).map(slot).collect();
+        Ok(Some(AllocatedSlots {
+            slot_mapping,
+            copy: extension.copy,
+        }))
+    }
+
+    /// Ends the oldest plan: its tokens are computed and the blocks that they filled are public.
+    ///
+    /// # Errors
+    /// [`Error::PlanOutOfOrder`], [`Error::PlanNotInFlight`].
+    pub fn commit(&mut self, plan: PlanId) -> Result<()> {
+        self.check_oldest(plan)?;
+        let mut record = self.plans.pop_front().expect("the plan is in flight");
+        for growth in record.growths.drain(..) {
+            let sequence = &mut self.sequences[growth.sequence as usize];
+            if sequence.epoch == growth.epoch {
+                sequence.num_computed = growth.after;
+                if sequence
+                    .in_flight
+                    .first()
+                    .is_some_and(|&(named_by, _)| named_by == plan)
+                {
+                    sequence.in_flight.remove(0);
+                }
+            }
+        }
+        for block in record.fills.drain(..) {
+            self.pool.publish(block);
+        }
+        self.pool.end_oldest_plan();
+        self.spare_records.push(record);
+        Ok(())
+    }
+
+    /// Undoes a plan in flight and every plan behind it: growth, copies, and holds on hit blocks. Evictions stay.
+    ///
+    /// # Errors
+    /// [`Error::PlanNotInFlight`].
+    pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
+        let keep = self
+            .plans
+            .iter()
+            .position(|record| record.id == plan)
+            .ok_or(Error::PlanNotInFlight(plan))?;
+        while self.plans.len() > keep {
+            let mut record = self.plans.pop_back().expect("there are more plans than are kept");
+            self.undo(&mut record);
+            self.spare_records.push(record);
+            self.pool.cancel_newest_plan();
+        }
+        Ok(())
+    }
+
+    /// Blocks that a growth takes from those that are available, hit blocks that nobody holds included.
+    pub(crate) fn blocks_needed(&self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) -> u32 {
+        let sequence = &self.sequences[index];
+        let end = sequence.num_scheduled + computed.num_tokens + num_new_tokens;
+        let have = (sequence.table.len() + computed.blocks.len()) as u32;
+        let new = end.div_ceil(self.block_size).saturating_sub(have);
+        let evictable = computed
+            .blocks
+            .iter()
+            .filter(|&&block| self.pool.is_evictable(block))
+            .count() as u32;
+        new + evictable + u32::from(self.tail_to_copy(index).is_some())
+    }
+
+    /// Grows a sequence in the newest plan. The caller has made sure of the room.
+    pub(crate) fn extend(&mut self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) -> Extension {
+        let plan = self.pool.newest_plan();
+        let copy = self.unshare_tail(index, plan);
+        let sequence = &mut self.sequences[index];
+        let before = sequence.num_scheduled;
+        let first_new_column = sequence.table.len() as u32;
+        let start = before + computed.num_tokens;
+        let after = start + num_new_tokens;
+        for &block in &computed.blocks {
+            self.pool.hold(block);
+            sequence.table.push(block);
+        }
+        if !computed.blocks.is_empty() {
+            sequence.path = computed.node;
+            sequence.path_len += computed.blocks.len() as u32;
+        }
+        while (sequence.table.len() as u32) < after.div_ceil(self.block_size) {
+            sequence.table.push(self.pool.allocate_one());
+        }
+        sequence.num_scheduled = after;
+        match sequence.in_flight.last_mut() {
+            Some(last) if last.0 == plan => last.1 = after,
+            _ => sequence.in_flight.push((plan, after)),
+        }
+        let growth = Growth {
+            sequence: index as u32,
+            epoch: sequence.epoch,
+            before,
+            start,
+            after,
+            copy,
+        };
+        self.plans.back_mut().expect("a plan is open").growths.push(growth);
+        self.register_filled(index);
+        Extension { copy, first_new_column }
+    }
+
+    /// Puts every block that is, or is about to be, full of known tokens on its node.
+    pub(super) fn register_filled(&mut self, index: usize) {
+        let block_size = self.block_size;
+        let sequence = &mut self.sequences[index];
+        if !sequence.uses_cache {
+            return;
+        }
+        loop {
+            let end = (sequence.path_len + 1) * block_size;
+            if end > sequence.num_scheduled || end > sequence.tokens.len() {
+                return;
+            }
+            let block = sequence.table[sequence.path_len as usize];
+            let mut key = Vec::new();
+            sequence.identity.encode_block(end - block_size, end, &mut key);
+            let prefixes = &mut self.pool.prefixes;
+            let node = sequence
+                .tokens
+                .with_range(end - block_size, end, &mut self.scratch, |tokens| {
+                    prefixes.intern(sequence.path, tokens, &key)
+                });
+            self.pool.attach(block, node);
+            sequence.path = node;
+            sequence.path_len += 1;
+            match sequence.in_flight.iter().find(|&&(_, after)| end <= after) {
+                Some(&(plan, _)) if end > sequence.num_computed => {
+                    let filling = self.plans.iter_mut().find(|record| record.id == plan);
+                    filling
+                        .expect("a plan that names the sequence is in flight")
+                        .fills
+                        .push(block);
+                }
+                _ => self.pool.publish(block),
+            }
+        }
+    }
+
+    /// The block into which the next token goes, if it must be copied first.
+    fn tail_to_copy(&self, index: usize) -> Option<BlockId> {
+        let sequence = &self.sequences[index];
+        if !sequence.tail_may_be_shared || sequence.num_scheduled % self.block_size == 0 {
+            return None;
+        }
+        let tail = sequence.table[(sequence.num_scheduled / self.block_size) as usize];
+        let record = &self.pool.blocks[tail.index()];
+        let others_hold = record.ref_count > 1;
+        (others_hold || record.node != NO_NODE && self.pool.carries_descendants(tail)).then_some(tail)
+    }
+
+    /// Makes the block into which the next token goes the sequence's own: by a copy if others hold it or the cache
+    /// needs it, else by taking it out of the cache.
+    fn unshare_tail(&mut self, index: usize, plan: PlanId) -> Option<BlockCopy> {
+        let source = self.tail_to_copy(index);
+        let sequence = &mut self.sequences[index];
+        let offset = sequence.num_scheduled % self.block_size;
+        let column = sequence.num_scheduled / self.block_size;
+        if !std::mem::take(&mut sequence.tail_may_be_shared) || offset == 0 {
+            return None;
+        }
+        let Some(source) = source else {
+            self.pool.forget(sequence.table[column as usize]);
+            return None;
+        };
+        let target = self.pool.allocate_one();
+        sequence.table[column as usize] = target;
+        self.pool.release(source, Some(plan));
+        Some(BlockCopy { column, source, target })
+    }
+
+    fn undo(&mut self, record: &mut PlanRecord) {
+        for growth in record.growths.drain(..).rev() {
+            let index = growth.sequence as usize;
+            if self.sequences[index].epoch != growth.epoch {
+                continue;
+            }
+            self.shrink(index, growth.before);
+            let sequence = &mut self.sequences[index];
+            if let Some(BlockCopy { column, source, target }) = growth.copy {
+                sequence.table[column as usize] = source;
+                self.pool.hold(source);
+                self.pool.release(target, Some(record.id));
+                sequence.tail_may_be_shared = true;
+            }
+            if sequence.in_flight.last().is_some_and(|&(plan, _)| plan == record.id) {
+                sequence.in_flight.pop();
+            }
+        }
+        for block in record.fills.drain(..) {
+            self.pool.withdraw(block);
+        }
+    }
+
+    fn check_oldest(&self, plan: PlanId) -> Result<()> {
+        match self.plans.front() {
+            Some(record) if record.id == plan => Ok(()),
+            Some(record) if self.pool.is_in_flight(plan) => Err(Error::PlanOutOfOrder {
+                found: plan,
+                oldest: record.id,
+            }),
+            _ => Err(Error::PlanNotInFlight(plan)),
+        }
+    }
+
+    /// The known or coming tokens of a sequence's growth, for the scheduler's arrays.
+    pub(crate) fn sequence(&self, index: usize) -> &Sequence {
+        &self.sequences[index]
+    }
+}
