@@ -1,0 +1,81 @@
+"""The documents tell the truth: snippets run and print what they say, docstring examples hold."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pagedkv
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*) *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Snippet(NamedTuple):
+    """A fenced block of Python, and the text that stands below it as its output."""
+
+    line: int
+    code: str
+    sketch: bool
+    output: str | None
+
+
+def snippets(text):
+    """Return the Python snippets of a document, in order.
+
+    A block "```python sketch" shows a shape and is only parsed. A block "```text" right below a snippet is its output.
+    """
+    fences = list(FENCE.finditer(text))
+    found = []
+    for fence, below in zip(fences, [*fences[1:], None], strict=True):
+        language, mark, code = fence.groups()
+        if language != "python":
+            continue
+        follows = below is not None and below[1] == "text" and not text[fence.end() : below.start()].strip()
+        line = text.count("\n", 0, fence.start()) + 2
+        found.append(Snippet(line, code, mark == "sketch", below[3] if follows else None))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_snippets_run_and_print_what_the_document_says(document, tmp_path, monkeypatch):
+    """The snippets of a document run one after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "snippet"}
+    for snippet in snippets(document.read_text()):
+        padding = "\n" * (snippet.line - 1)  # so that a traceback names the document's own line
+        code = compile(padding + snippet.code, str(document), "exec")
+        if snippet.sketch:
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+        if snippet.output is not None:
+            assert printed.getvalue().rstrip() == snippet.output.rstrip()
+
+
+def test_snippet_reader_takes_code_sketch_and_output_apart():
+    text = "a\n```python\nx = 1\n```\n\n```text\n1\n```\n```sh\nls\n```\n```python sketch\ny\n```\nb\n```text\nz\n```\n"
+    assert snippets(text) == [Snippet(3, "x = 1\n", False, "1\n"), Snippet(13, "y\n", True, None)]
+
+
+def modules():
+    """Return the names of all modules of the package, the binding included."""
+    return ["pagedkv", *(module.name for module in pkgutil.walk_packages(pagedkv.__path__, "pagedkv."))]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples_hold(name):
+    module = importlib.import_module(name)
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for case in doctest.DocTestFinder(exclude_empty=True).find(module):
+        runner.run(case, out=report.write)
+    assert runner.failures == 0, report.getvalue()
