@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JSON ?=
-LOCKED := $(if $(CI), --locked)
+LOCKED := $(if $(CI),--locked)
 
 SOURCES := Cargo.toml Cargo.lock $(shell find rust cuda -type f)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
@@ -34,7 +34,7 @@ $(VENV)/.environment: pyproject.toml constraints.txt
 $(VENV)/.built: $(VENV)/.environment $(SOURCES)
 	@echo "building pagedkv; the first time this also installs torch and transformers, some 5 GB"
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
-	$(BIN)/maturin develop --release$(LOCKED) --extras hf,viz,test
+	$(BIN)/maturin develop --release $(LOCKED) --extras hf,viz,test
 	touch $@
 
 .PHONY: demo
@@ -51,12 +51,12 @@ test-full: lint test-rust ## `test` and what takes longer
 
 .PHONY: test-rust
 test-rust: develop
-	cargo test --workspace$(LOCKED) --quiet
+	cargo test --workspace $(LOCKED) --quiet
 
 .PHONY: lint
 lint: develop ## formats, lints and types, nothing changed
 	cargo fmt --all --check
-	cargo clippy --workspace --all-targets$(LOCKED) --quiet -- --deny warnings
+	cargo clippy --workspace --all-targets $(LOCKED) --quiet -- --deny warnings
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
