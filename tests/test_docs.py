@@ -23,14 +23,15 @@ class Snippet(NamedTuple):
 
     line: int
     code: str
-    sketch: bool
+    mark: str
     output: str | None
 
 
 def snippets(text):
     """Return the Python snippets of a document, in order.
 
-    A block "```python sketch" shows a shape and is only parsed. A block "```text" right below a snippet is its output.
+    A block "```python sketch" shows a shape and is only parsed; "```python slow" loads a model and runs with the slow
+    tests. A block "```text" right below a snippet is its output.
     """
     fences = list(FENCE.finditer(text))
     found = []
@@ -40,19 +41,18 @@ def snippets(text):
             continue
         follows = below is not None and below[1] == "text" and not text[fence.end() : below.start()].strip()
         line = text.count("\n", 0, fence.start()) + 2
-        found.append(Snippet(line, code, mark == "sketch", below[3] if follows else None))
+        found.append(Snippet(line, code, mark, below[3] if follows else None))
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_snippets_run_and_print_what_the_document_says(document, tmp_path, monkeypatch):
-    """The snippets of a document run one after another, as a reader would type them."""
-    monkeypatch.chdir(tmp_path)
+def run(document, marks):
+    """Run the snippets of a document that carry one of the marks, in order and in one namespace."""
     names = {"__name__": "snippet"}
     for snippet in snippets(document.read_text()):
+        assert snippet.mark in {"", "sketch", "slow"}
         padding = "\n" * (snippet.line - 1)  # so that a traceback names the document's own line
         code = compile(padding + snippet.code, str(document), "exec")
-        if snippet.sketch:
+        if snippet.mark not in marks:
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -61,9 +61,26 @@ def test_snippets_run_and_print_what_the_document_says(document, tmp_path, monke
             assert printed.getvalue().rstrip() == snippet.output.rstrip()
 
 
-def test_snippet_reader_takes_code_sketch_and_output_apart():
+def name(document):
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_snippets_run_and_print_what_the_document_says(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(document, {""})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if "```python slow" in path.read_text()], ids=name)
+def test_slow_snippets_run_and_print_what_the_document_says(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(document, {"", "slow"})
+
+
+def test_snippet_reader_takes_code_mark_and_output_apart():
     text = "a\n```python\nx = 1\n```\n\n```text\n1\n```\n```sh\nls\n```\n```python sketch\ny\n```\nb\n```text\nz\n```\n"
-    assert snippets(text) == [Snippet(3, "x = 1\n", False, "1\n"), Snippet(13, "y\n", True, None)]
+    assert snippets(text) == [Snippet(3, "x = 1\n", "", "1\n"), Snippet(13, "y\n", "sketch", None)]
 
 
 def modules():
