@@ -1,0 +1,102 @@
+//! Collects the keys and values of whole sequences into contiguous arrays.
+
+use crate::attention::{BlockTable, check_seq_lens};
+use crate::convert::{load, store};
+use crate::dims::{CACHE, Dims, VALUES_OUT, check_apart, check_computed, check_distinct, check_rows};
+use crate::error::Result;
+use crate::threads;
+use crate::view::View;
+
+/// Copies the first `seq_lens[s]` tokens of each sequence, one sequence after another, into `k_out` and `v_out`.
+///
+/// Sequence `s` is row `rows[s]` of `block_table`, or row `s` without `rows`. Outputs may be of another element type
+/// than the caches.
+///
+/// # Errors
+///
+/// Shapes that disagree, element types that are not computed with, rows that are not contiguous, outputs that overlap
+/// themselves or a cache, lengths beyond the table and block ids outside the cache; nothing is written then.
+///
+/// # Complexity
+///
+/// One row of `head_dim` elements moved per token, KV head and cache.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the arguments of the operation in every language"
+)]
+pub fn gather_kv(
+    k_cache: &View<4>,
+    v_cache: &View<4>,
+    block_table: &View<2>,
+    rows: Option<&[i32]>,
+    seq_lens: &[i32],
+    k_out: &View<3>,
+    v_out: &View<3>,
+    threads: usize,
+) -> Result<()> {
+    let seq_lens = check_seq_lens(seq_lens)?;
+    let mut dims = Dims::default();
+    dims.bind("k_cache", k_cache, CACHE)?;
+    dims.bind("v_cache", v_cache, CACHE)?;
+    dims.fix("sum(seq_lens)", seq_lens.iter().sum());
+    dims.bind("k_out", k_out, VALUES_OUT)?;
+    dims.bind("v_out", v_out, VALUES_OUT)?;
+    for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+        check_computed(name, cache)?;
+        check_rows(name, cache)?;
+        check_apart(("k_out", k_out), (name, cache))?;
+        check_apart(("v_out", v_out), (name, cache))?;
+    }
+    for (name, out) in [("k_out", k_out), ("v_out", v_out)] {
+        check_computed(name, out)?;
+        check_rows(name, out)?;
+        check_distinct(name, out)?;
+    }
+    let [num_blocks, _, block_size, _] = k_cache.shape();
+    let table = BlockTable::new(block_table, rows, seq_lens.len(), num_blocks, block_size)?;
+    let mut pieces = Vec::new();
+    let mut token = 0;
+    for (sequence, len) in seq_lens.into_iter().enumerate() {
+        for (i, block) in table.blocks(sequence, 0..len)?.into_iter().enumerate() {
+            let len = block_size.min(len - i * block_size);
+            pieces.push(Piece { block, token, len });
+            token += len;
+        }
+    }
+    gather_one(k_cache, k_out, &pieces, threads);
+    gather_one(v_cache, v_out, &pieces, threads);
+    Ok(())
+}
+
+/// The used slots of one block and the first output token they become.
+struct Piece {
+    block: u32,
+    token: usize,
+    len: usize,
+}
+
+fn gather_one(cache: &View<4>, out: &View<3>, pieces: &[Piece], threads: usize) {
+    let [num_tokens, num_heads, head_dim] = out.shape();
+    let work = num_tokens * num_heads * head_dim;
+    threads::for_each(threads, work, pieces.len(), |index| {
+        let Piece { block, token, len } = pieces[index];
+        let mut row = vec![0_f32; head_dim];
+        for head in 0..num_heads {
+            for offset in 0..len {
+                let from = cache.at([block as usize, head, offset, 0]);
+                let to = out.at([token + offset, head, 0]);
+                // SAFETY: both rows lie inside their views (blocks were checked), which do not overlap; no other piece
+                // has these output tokens.
+                unsafe {
+                    if cache.dtype() == out.dtype() {
+                        let bytes = head_dim * out.dtype().size_bytes();
+                        to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes);
+                    } else {
+                        load(cache.dtype(), from, &mut row);
+                        store(out.dtype(), &row, to);
+                    }
+                }
+            }
+        }
+    });
+}

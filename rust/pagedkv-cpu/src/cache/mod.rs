@@ -1,0 +1,11 @@
+//! Operations that move keys and values without computing with them.
+
+mod append;
+mod copy;
+mod gather;
+mod table;
+
+pub use append::append_kv;
+pub use copy::copy_blocks;
+pub use gather::gather_kv;
+pub use table::update_block_table;

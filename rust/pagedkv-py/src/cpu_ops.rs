@@ -1,0 +1,240 @@
+//! The operations of the CPU as functions: import the arrays, let go of the interpreter, call.
+
+use pagedkv_cpu::{
+    AttentionOptions, BLOCK_TABLE, Batch, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, LSE, Operands, POOL,
+    QUERIES, VALUES_OUT,
+};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use crate::dlpack::{Tensor, import};
+
+const NUM_THREADS: &str = "PAGEDKV_NUM_THREADS";
+
+/// Writes keys and values of new tokens into their slots; see `pagedkv_cpu::append_kv`.
+#[pyfunction]
+#[pyo3(signature = (k, v, k_cache, v_cache, slot_mapping, *, num_threads=None))]
+pub(crate) fn append_kv(
+    py: Python<'_>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    k_cache: &Bound<'_, PyAny>,
+    v_cache: &Bound<'_, PyAny>,
+    slot_mapping: &Bound<'_, PyAny>,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let (k, v) = (array("k", k)?, array("v", v)?);
+    let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
+    let slots: Vec<i64> = integers("slot_mapping", slot_mapping)?;
+    let threads = threads(py, num_threads)?;
+    let (k_view, v_view) = (k.view("k", KEYS)?, v.view("v", KEYS)?);
+    let (k_to, v_to) = (k_cache.view_mut("k_cache", CACHE)?, v_cache.view_mut("v_cache", CACHE)?);
+    py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, threads))
+        .map_err(to_py_err)
+}
+
+/// Copies whole blocks over all layers; see `pagedkv_cpu::copy_blocks`.
+#[pyfunction]
+#[pyo3(signature = (pool, pairs, *, num_threads=None))]
+pub(crate) fn copy_blocks(
+    py: Python<'_>,
+    pool: &Bound<'_, PyAny>,
+    pairs: &Bound<'_, PyAny>,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let pool = array("pool", pool)?;
+    let pairs: Vec<[i32; 2]> = records("pairs", pairs)?;
+    let threads = threads(py, num_threads)?;
+    let view = pool.view_mut("pool", POOL)?;
+    py.detach(|| pagedkv_cpu::copy_blocks(&view, &pairs, threads))
+        .map_err(to_py_err)
+}
+
+/// Collects whole sequences into contiguous arrays; see `pagedkv_cpu::gather_kv`.
+#[pyfunction]
+#[pyo3(signature = (k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows=None, *, num_threads=None))]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the arguments of the operation in every language"
+)]
+pub(crate) fn gather_kv(
+    py: Python<'_>,
+    k_cache: &Bound<'_, PyAny>,
+    v_cache: &Bound<'_, PyAny>,
+    block_table: &Bound<'_, PyAny>,
+    seq_lens: &Bound<'_, PyAny>,
+    k_out: &Bound<'_, PyAny>,
+    v_out: &Bound<'_, PyAny>,
+    rows: Option<&Bound<'_, PyAny>>,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
+    let (k_out, v_out) = (array("k_out", k_out)?, array("v_out", v_out)?);
+    let block_table = array("block_table", block_table)?;
+    let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
+    let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
+    let threads = threads(py, num_threads)?;
+    let (k_from, v_from) = (k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?);
+    let table = block_table.view("block_table", BLOCK_TABLE)?;
+    let (k_to, v_to) = (
+        k_out.view_mut("k_out", VALUES_OUT)?,
+        v_out.view_mut("v_out", VALUES_OUT)?,
+    );
+    let rows = rows.as_deref();
+    py.detach(|| pagedkv_cpu::gather_kv(&k_from, &v_from, &table, rows, &seq_lens, &k_to, &v_to, threads))
+        .map_err(to_py_err)
+}
+
+/// Writes (group, row, column, block) cells; see `pagedkv_cpu::update_block_table`.
+#[pyfunction]
+pub(crate) fn update_block_table(
+    py: Python<'_>,
+    block_table: &Bound<'_, PyAny>,
+    table_updates: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let block_table = array("block_table", block_table)?;
+    let updates: Vec<[i32; 4]> = records("table_updates", table_updates)?;
+    let view = block_table.view_mut("block_table", GROUPED_BLOCK_TABLE)?;
+    py.detach(|| pagedkv_cpu::update_block_table(&view, &updates))
+        .map_err(to_py_err)
+}
+
+/// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
+#[pyfunction]
+#[pyo3(signature = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *, rows=None, lse=None,
+                    softmax_scale=None, sliding_window=None, soft_cap=None, num_threads=None))]
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the arguments of the operation in every language"
+)]
+pub(crate) fn paged_attention(
+    py: Python<'_>,
+    q: &Bound<'_, PyAny>,
+    k_cache: &Bound<'_, PyAny>,
+    v_cache: &Bound<'_, PyAny>,
+    block_table: &Bound<'_, PyAny>,
+    seq_lens: &Bound<'_, PyAny>,
+    query_start_loc: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    rows: Option<&Bound<'_, PyAny>>,
+    lse: Option<&Bound<'_, PyAny>>,
+    softmax_scale: Option<f32>,
+    sliding_window: Option<usize>,
+    soft_cap: Option<f32>,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let (q, out) = (array("q", q)?, array("out", out)?);
+    let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
+    let block_table = array("block_table", block_table)?;
+    let lse = lse.map(|lse| array("lse", lse)).transpose()?;
+    let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
+    let query_start_loc: Vec<i32> = integers("query_start_loc", query_start_loc)?;
+    let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
+    let threads = threads(py, num_threads)?;
+    let operands = Operands {
+        q: q.view("q", QUERIES)?,
+        k_cache: k_cache.view("k_cache", CACHE)?,
+        v_cache: v_cache.view("v_cache", CACHE)?,
+        out: out.view_mut("out", QUERIES)?,
+        lse: lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?,
+    };
+    let batch = Batch {
+        block_table: block_table.view("block_table", BLOCK_TABLE)?,
+        rows: rows.as_deref(),
+        seq_lens: &seq_lens,
+        query_start_loc: &query_start_loc,
+    };
+    let options = AttentionOptions {
+        softmax_scale,
+        sliding_window,
+        soft_cap,
+    };
+    py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads))
+        .map_err(to_py_err)
+}
+
+/// Threads that the operations use where the caller names no number.
+///
+/// The environment variable `PAGEDKV_NUM_THREADS` decides, else torch if it is imported, else the CPUs of the process.
+#[pyfunction]
+pub(crate) fn default_num_threads(py: Python<'_>) -> PyResult<usize> {
+    static MODULES: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    if let Some(value) = std::env::var_os(NUM_THREADS) {
+        let found = value.to_string_lossy().into_owned();
+        return match found.parse() {
+            Ok(threads) if threads > 0 => Ok(threads),
+            _ => Err(refuse(NUM_THREADS, "a number above 0", &format!("{found:?}"))),
+        };
+    }
+    let modules = MODULES.get_or_try_init(py, || py.import("sys")?.getattr("modules").map(Bound::unbind))?;
+    let torch = modules
+        .bind(py)
+        .call_method1(intern!(py, "get"), (intern!(py, "torch"),))?;
+    if torch.is_none() {
+        return Ok(std::thread::available_parallelism().map_or(1, usize::from));
+    }
+    torch.call_method0(intern!(py, "get_num_threads"))?.extract()
+}
+
+fn threads(py: Python<'_>, asked: Option<usize>) -> PyResult<usize> {
+    match asked {
+        None => default_num_threads(py),
+        Some(0) => Err(refuse("num_threads", "a number above 0", "0")),
+        Some(threads) => Ok(threads),
+    }
+}
+
+fn array(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Tensor> {
+    import(argument, object, None)
+}
+
+/// The elements of a one-dimensional index array, copied: checked values must not change under a running operation.
+fn integers<T: Integer>(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<T>> {
+    let tensor = array(argument, object)?;
+    check_integers::<T>(argument, &tensor)?;
+    let view = tensor.view(argument, ["n"])?;
+    Ok((0..view.shape()[0]).map(|i| view.get([i])).collect())
+}
+
+/// The rows of a two-dimensional index array with `N` columns, copied.
+fn records<T: Integer, const N: usize>(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<[T; N]>> {
+    let tensor = array(argument, object)?;
+    check_integers::<T>(argument, &tensor)?;
+    let columns = N.to_string();
+    let view = tensor.view(argument, ["n", &columns])?;
+    if view.shape()[1] != N {
+        let [rows, found] = view.shape();
+        return Err(refuse(
+            argument,
+            &format!("shape (n, {N})"),
+            &format!("({rows}, {found})"),
+        ));
+    }
+    let record = |i: usize| std::array::from_fn(|j| view.get([i, j]));
+    Ok((0..view.shape()[0]).map(record).collect())
+}
+
+fn check_integers<T: Integer>(argument: &str, tensor: &Tensor) -> PyResult<()> {
+    if tensor.dtype() == T::DTYPE {
+        return Ok(());
+    }
+    let (expected, found) = (T::DTYPE.name(), tensor.dtype().name());
+    Err(PyTypeError::new_err(format!(
+        "{argument}: expected dtype {expected}, found {found}"
+    )))
+}
+
+fn refuse(argument: &str, expected: &str, found: &str) -> PyErr {
+    PyValueError::new_err(format!("{argument}: expected {expected}, found {found}"))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "map_err hands it over by value")]
+fn to_py_err(error: Error) -> PyErr {
+    let message = error.to_string();
+    match error {
+        Error::DType { .. } => PyTypeError::new_err(message),
+        _ => PyValueError::new_err(message),
+    }
+}

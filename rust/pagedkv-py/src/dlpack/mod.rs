@@ -1,0 +1,188 @@
+//! Arrays of other libraries, in and out by `DLPack`, without copies.
+//!
+//! The protocol itself (capsules, the C exchange API, deleters) is the `dlpark` crate's; what it leaves open is here:
+//! producers that know no `max_version`, element types a library has no name for, and errors that name the argument.
+
+mod dtype;
+mod export;
+mod import;
+
+pub(crate) use import::{import, parse_dtype};
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use dlpark::ffi::{DLDevice, DLDeviceType};
+use dlpark::python::{ExportRequest, ImportedDlpack};
+use pagedkv_cpu::{DType, View, shape_text};
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use smallvec::SmallVec;
+
+type Sizes = SmallVec<[i64; 6]>;
+
+/// An address inside memory that its owner keeps alive.
+#[derive(Clone, Copy)]
+struct Address(*mut c_void);
+
+// SAFETY: an address does nothing by itself; the operations that follow it give distinct elements to distinct threads.
+unsafe impl Send for Address {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Address {}
+
+/// An array of another library, held by `DLPack`.
+///
+/// The memory stays alive as long as this object, a selection from it or an export of it does. Operations take it like
+/// any other array, without importing it again.
+#[pyclass(frozen, module = "pagedkv._core", name = "Tensor")]
+#[derive(Clone)]
+pub(crate) struct Tensor {
+    owner: Arc<ImportedDlpack>,
+    data: Address,
+    dtype: DType,
+    shape: Sizes,
+    strides: Sizes,
+    device: DLDevice,
+    readonly: bool,
+}
+
+impl Tensor {
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The view of an input, or the reason why the operations of the CPU cannot read it.
+    pub(crate) fn view<const N: usize>(&self, argument: &str, dims: [&str; N]) -> PyResult<View<N>> {
+        if !is_host(self.device) {
+            let device = device_name(self.device);
+            let message = format!("{argument}: expected memory on the cpu, found device {device}");
+            return Err(PyValueError::new_err(message));
+        }
+        let (Ok(shape), Ok(strides)) = (self.shape[..].try_into(), self.strides[..].try_into()) else {
+            let (expected, found) = (shape_text(&dims), shape_text(&self.shape));
+            let message = format!("{argument}: expected shape {expected}, found {found}");
+            return Err(PyValueError::new_err(message));
+        };
+        let shape: [i64; N] = shape;
+        // SAFETY: the producer vouches for shape and strides (sizes were checked to be 0 or more), `import` checked the
+        // alignment, and `owner` keeps the memory while callers hold the tensor.
+        Ok(unsafe { View::new(self.data.0, self.dtype, shape.map(|n| n as usize), strides) })
+    }
+
+    /// The view of an output; read-only memory is refused.
+    pub(crate) fn view_mut<const N: usize>(&self, argument: &str, dims: [&str; N]) -> PyResult<View<N>> {
+        if self.readonly {
+            let message = format!("{argument}: expected writable memory, found a read-only array");
+            return Err(PyValueError::new_err(message));
+        }
+        self.view(argument, dims)
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// Elements in each dimension.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.shape.iter())
+    }
+
+    /// Elements between neighbours in each dimension.
+    #[getter]
+    fn strides<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.strides.iter())
+    }
+
+    /// Name of the element type.
+    #[getter(dtype)]
+    fn dtype_name(&self) -> &'static str {
+        self.dtype.name()
+    }
+
+    /// Name of the device, such as "cpu" or "cuda:0".
+    #[getter]
+    fn device(&self) -> String {
+        device_name(self.device)
+    }
+
+    /// Whether the memory must not be written.
+    #[getter]
+    fn readonly(&self) -> bool {
+        self.readonly
+    }
+
+    /// The part at `index` of dimension `axis`, without that dimension; it shares the memory.
+    fn select(&self, axis: usize, index: i64) -> PyResult<Self> {
+        let Some(size) = self.shape.get(axis).copied() else {
+            let found = shape_text(&self.shape);
+            return Err(PyIndexError::new_err(format!("axis: {axis} is not in shape {found}")));
+        };
+        if !(0..size).contains(&index) {
+            let message = format!("index: expected 0 to {}, found {index}", size - 1);
+            return Err(PyIndexError::new_err(message));
+        }
+        let mut part = self.clone();
+        part.shape.remove(axis);
+        let offset = index * part.strides.remove(axis);
+        let bytes = offset as isize * self.dtype.size_bytes() as isize;
+        part.data = Address(self.data.0.wrapping_byte_offset(bytes));
+        Ok(part)
+    }
+
+    /// A capsule over the same memory: versioned if `max_version` allows it, else of the kind before `DLPack` 1.0.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(u32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Py<PyAny>> {
+        self.capsule(py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
+    }
+
+    fn __dlpack_device__(&self) -> (u32, i32) {
+        self.device.into()
+    }
+
+    fn __repr__(&self) -> String {
+        let (shape, dtype) = (shape_text(&self.shape), self.dtype.name());
+        let readonly = if self.readonly { ", readonly" } else { "" };
+        format!(
+            "Tensor(shape={shape}, dtype={dtype}, device={}{readonly})",
+            device_name(self.device)
+        )
+    }
+}
+
+/// Imports an array that speaks `DLPack`; `dtype` names the element type where its library has none of that name.
+#[pyfunction]
+#[pyo3(signature = (obj, dtype=None))]
+pub(crate) fn from_dlpack(obj: &Bound<'_, PyAny>, dtype: Option<&str>) -> PyResult<Tensor> {
+    import("obj", obj, dtype.map(parse_dtype).transpose()?)
+}
+
+/// Whether the CPU can follow the device's addresses; page-locked memory is ordinary memory to it.
+fn is_host(device: DLDevice) -> bool {
+    matches!(
+        device.device_type,
+        DLDeviceType::CPU | DLDeviceType::CUDAHOST | DLDeviceType::ROCMHOST
+    )
+}
+
+fn device_name(device: DLDevice) -> String {
+    let kind = match device.device_type {
+        DLDeviceType::CPU => return "cpu".to_owned(),
+        DLDeviceType::CUDAHOST => return "cpu (page-locked by cuda)".to_owned(),
+        DLDeviceType::ROCMHOST => return "cpu (page-locked by rocm)".to_owned(),
+        DLDeviceType::CUDA => "cuda",
+        DLDeviceType::CUDAMANAGED => "cuda managed",
+        DLDeviceType::ROCM => "rocm",
+        DLDeviceType::METAL => "metal",
+        DLDeviceType::ONEAPI => "oneapi",
+        other => return format!("DLPack device type {}:{}", other.0, device.device_id),
+    };
+    format!("{kind}:{}", device.device_id)
+}
