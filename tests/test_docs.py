@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import itertools
 import pkgutil
 import re
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import pagedkv
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    path for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))] if "```python" in path.read_text()
+]
 FENCE = re.compile(r"^```(\w*) *(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -35,7 +38,7 @@ def snippets(text):
     """
     fences = list(FENCE.finditer(text))
     found = []
-    for fence, below in zip(fences, [*fences[1:], None], strict=True):
+    for fence, below in itertools.zip_longest(fences, fences[1:]):
         language, mark, code = fence.groups()
         if language != "python":
             continue
