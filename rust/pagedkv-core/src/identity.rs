@@ -81,12 +81,18 @@ impl Tokens {
         self.tail.truncate(len.saturating_sub(self.shared.len()));
     }
 
-    pub(crate) fn get(&self, position: u32) -> Option<i32> {
-        let position = position as usize;
-        self.shared
-            .get(position)
-            .or_else(|| self.tail.get(position - self.shared.len()))
-            .copied()
+    /// Copies the tokens from `start` on, as many as `out` takes.
+    pub(crate) fn copy_to(&self, start: u32, out: &mut [i32]) {
+        let (start, border) = (start as usize, self.shared.len());
+        let from_shared = border.saturating_sub(start).min(out.len());
+        let (head, rest) = out.split_at_mut(from_shared);
+        if from_shared > 0 {
+            head.copy_from_slice(&self.shared[start..start + from_shared]);
+        }
+        if !rest.is_empty() {
+            let start = (start + from_shared) - border;
+            rest.copy_from_slice(&self.tail[start..start + rest.len()]);
+        }
     }
 
     /// Calls `with` on the tokens `start..end`, copied to `scratch` only where they straddle the border of the shared part.

@@ -1,4 +1,34 @@
-//! The bookkeeping of a paged KV cache.
+//! The bookkeeping of a paged KV cache: which block of the cache holds which tokens, who shares it, what can be hit,
+//! and which tokens run in the next step. No keys, no values, no device: plain arrays for whoever owns those.
+//!
+//! Three levels, each usable without the ones above it:
+//!
+//! - [`BlockPool`]: blocks with reference counts and the tree of cached prefixes;
+//! - [`KVCacheManager`]: sequences that grow, fork and are cut, in plans that are committed or rolled back;
+//! - [`Scheduler`]: continuous batching of requests, one [`StepPlan`] of flat arrays per step.
+//!
+//! ```
+//! use pagedkv_core::{CacheConfig, NewRequest, Scheduler, SchedulerConfig};
+//!
+//! let mut scheduler = Scheduler::new(&CacheConfig::new(64), &SchedulerConfig::default())?;
+//! scheduler.add_request(NewRequest::new("r1", (0..40).collect(), 3))?;
+//! let mut sampled = 0;
+//! while scheduler.num_unfinished_requests() > 0 {
+//!     let plan = scheduler.schedule()?;
+//!     let tokens = vec![7; plan.sizes().num_samples as usize]; // what a model would sample
+//!     sampled += scheduler.commit(plan.id(), &tokens)?.handles.len();
+//! }
+//! assert_eq!(sampled, 3);
+//! assert_eq!(scheduler.manager().usage(), 0.0);
+//! # Ok::<(), pagedkv_core::Error>(())
+//! ```
+//!
+//! Laws: what the bookkeeping promises is written once, as functions in `invariants.rs`, and
+//! [`Scheduler::check_integrity`] runs them all. "No room now" is a `None`, a caller's mistake is an [`Error`] that
+//! changed nothing, and a broken law is a panic. The crate has no `unsafe`, no clock and no randomness: the same calls
+//! give the same plans.
+
+#![forbid(unsafe_code)]
 
 mod block_list;
 pub mod block_pool;
@@ -9,6 +39,8 @@ mod ids;
 mod invariants;
 pub mod kv_cache_manager;
 mod prefix_cache;
+pub mod scheduler;
+pub mod step_plan;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;
@@ -18,3 +50,5 @@ pub use identity::{Identity, ImageSpan, RootKey};
 pub use ids::{BlockId, Handle, NULL_BLOCK, PlanId, SequenceId};
 pub use invariants::BrokenLaw;
 pub use kv_cache_manager::{AllocatedSlots, BlockCopy, ComputedBlocks, KVCacheManager};
+pub use scheduler::{FinishReason, FinishedRequest, Fork, Inbox, NewRequest, Scheduler, StepResult};
+pub use step_plan::{Change, Changes, StepPlan};

@@ -144,10 +144,6 @@ impl PrefixCache {
         node
     }
 
-    pub(crate) fn continued(&mut self, parent: NodeId, child: NodeId) {
-        self.nodes[parent.index()].last_child = child;
-    }
-
     pub(crate) fn find_extra(&self, extra: &[u8]) -> Option<u32> {
         self.extras.find(extra)
     }

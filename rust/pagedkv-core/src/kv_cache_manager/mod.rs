@@ -16,8 +16,8 @@ use crate::config::CacheConfig;
 use crate::error::{Error, Result, invalid};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
+pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
-pub(crate) use plan::{Extension, PlanRecord};
 
 /// One sequence: its tokens, its block table, and how far it is computed.
 #[derive(Debug)]
@@ -59,6 +59,11 @@ impl ComputedBlocks {
     /// The blocks, in the order of the tokens that they hold.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.blocks.clear();
+        self.num_tokens = 0;
     }
 
     /// Tokens that need not be computed.
@@ -293,6 +298,15 @@ impl KVCacheManager {
         target.path_len = source.path_len;
     }
 
+    /// Exchanges the tokens of two sequences; the caller knows that all that is scheduled of either is the same in both.
+    pub(crate) fn swap_tokens(&mut self, index: usize, other: usize) {
+        let [one, other] = self
+            .sequences
+            .get_disjoint_mut([index, other])
+            .expect("two live sequences");
+        std::mem::swap(&mut one.tokens, &mut other.tokens);
+    }
+
     /// Takes all blocks from a sequence and starts it over. Returns how many of them nobody holds any more.
     pub(crate) fn release_all(&mut self, index: usize) -> u32 {
         let before = self.pool.num_held();
@@ -391,7 +405,7 @@ impl KVCacheManager {
     }
 }
 
-fn check_identity(identity: &Identity) -> Result<()> {
+pub(crate) fn check_identity(identity: &Identity) -> Result<()> {
     let mut end = 0;
     for image in &identity.images {
         if image.start < end || image.len == 0 || image.start.checked_add(image.len).is_none() {

@@ -1,0 +1,244 @@
+//! From a pass to the plan's arrays.
+
+use super::pass::{Entry, Pass};
+use super::request::Stage;
+use super::{Cell, InFlight, Scheduler};
+use crate::ids::PlanId;
+use crate::step_plan::{Change, Changes, Field, Header, StepPlan, encode_changes};
+
+impl Scheduler {
+    pub(super) fn build(&mut self, pass: Pass) -> StepPlan {
+        let Pass { mut record, copies, .. } = pass;
+        // Decodes first: kernels treat a run of one-token sequences as one batch.
+        let is_prefill = |entry: &Entry| entry.end - entry.start > 1;
+        if !record.entries.is_sorted_by_key(is_prefill) {
+            record.entries.sort_by_key(is_prefill);
+        }
+        let num_samples = self.number_samples(&mut record);
+        let (updates, changes) = self.announce(&mut record);
+        let mut encoded = Vec::new();
+        encode_changes(&changes, &mut encoded);
+        let blocked_on = if record.entries.is_empty() {
+            self.blocking_plan()
+        } else {
+            None
+        };
+        let sizes = Header {
+            plan_id: record.id.get(),
+            blocked_on: blocked_on.map_or(0, PlanId::get),
+            num_sequences: record.entries.len() as u32,
+            num_tokens: record.entries.iter().map(|entry| entry.end - entry.start).sum(),
+            num_samples,
+            num_groups: self.num_groups,
+            num_table_updates: updates.len() as u32,
+            num_copies: copies.len() as u32,
+            num_change_bytes: encoded.len() as u32,
+            ..Header::default()
+        };
+        let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
+        self.write_sequences(&record.entries, &mut plan);
+        self.write_tokens(&record.entries, &mut plan);
+        plan.i32s_mut(Field::NumCommonPrefixBlocks)
+            .fill(self.common_prefix(&record.entries));
+        plan.i32s_mut(Field::TableUpdates)
+            .copy_from_slice(updates.as_flattened());
+        plan.i32s_mut(Field::Copies).copy_from_slice(copies.as_flattened());
+        plan.bytes_of_mut(Field::Changes).copy_from_slice(&encoded);
+        self.plans.push_back(record);
+        plan
+    }
+
+    /// Numbers the samples drawn, in the order of the sequences, and notes with each who drew it.
+    fn number_samples(&mut self, record: &mut InFlight) -> u32 {
+        let plan = record.id;
+        for entry in record.entries.iter_mut().filter(|entry| entry.num_samples > 0) {
+            entry.first_sample = record.samples.len() as u32;
+            let request = self.requests[entry.slot as usize]
+                .as_mut()
+                .expect("a planned request lives");
+            let shares = request.stage == Stage::Prompt;
+            for (number, sample) in request.samples.iter_mut().enumerate() {
+                if if shares {
+                    sample.finish.is_none()
+                } else {
+                    number == entry.sample as usize
+                } {
+                    sample.num_pending += 1;
+                    sample.drawn = (plan, record.samples.len() as u32);
+                    record.samples.push(number as u32);
+                }
+            }
+        }
+        record.samples.len() as u32
+    }
+
+    /// Table updates and change lists: whole rows of new residences, changed entries of the others, and again whatever
+    /// a plan that never ran had announced.
+    fn announce(&mut self, record: &mut InFlight) -> (Vec<[i32; 4]>, Changes) {
+        let mut announced = std::mem::take(&mut self.announcements);
+        let (mut updates, mut changes) = (Vec::new(), Changes::default());
+        announced
+            .new
+            .retain(|&(sequence, epoch)| self.manager.resident(sequence as usize, epoch).is_some());
+        announced.new.sort_unstable();
+        announced.new.dedup();
+        for &(sequence, _) in &announced.new {
+            let seat = self.seats.seat(sequence as usize);
+            self.seats.set_announced(sequence as usize, true);
+            let request_id = self.request(seat.slot).id.to_string();
+            changes.new.push(Change {
+                row: seat.row,
+                request_id,
+                sample: seat.sample,
+            });
+            let table = &self.manager.sequence(sequence as usize).table;
+            let row = |(column, block): (usize, &crate::ids::BlockId)| {
+                [0, seat.row as i32, column as i32, block.get() as i32]
+            };
+            updates.extend(table.iter().enumerate().map(row));
+        }
+        if !announced.repeated.is_empty() {
+            record.cells.append(&mut announced.repeated);
+            record.cells.sort_unstable();
+            record.cells.dedup();
+        }
+        record.cells.retain(|&cell| {
+            let update = self
+                .cell_update(cell)
+                .filter(|_| announced.new.binary_search(&(cell.sequence, cell.epoch)).is_err());
+            updates.extend(update);
+            update.is_some()
+        });
+        changes
+            .preempted
+            .extend(announced.preempted.iter().map(|departure| departure.change.clone()));
+        changes
+            .finished
+            .extend(announced.finished.iter().map(|departure| departure.change.clone()));
+        record.announced = announced;
+        (updates, changes)
+    }
+
+    /// A cell's present value, if it is still in use.
+    fn cell_update(&self, cell: Cell) -> Option<[i32; 4]> {
+        let sequence = self.manager.resident(cell.sequence as usize, cell.epoch)?;
+        let block = sequence.table.get(cell.column as usize)?;
+        Some([
+            0,
+            self.seats.seat(cell.sequence as usize).row as i32,
+            cell.column as i32,
+            block.get() as i32,
+        ])
+    }
+
+    fn write_sequences(&self, entries: &[Entry], plan: &mut StepPlan) {
+        let per_sequence = |plan: &mut StepPlan, field, value: fn(&Entry) -> u32| {
+            plan.i32s_mut(field)
+                .iter_mut()
+                .zip(entries)
+                .for_each(|(out, entry)| *out = value(entry) as i32);
+        };
+        plan.i64s_mut(Field::Handles)
+            .iter_mut()
+            .zip(entries)
+            .for_each(|(out, entry)| *out = entry.handle.get());
+        per_sequence(plan, Field::Sequence, |entry| entry.sample);
+        per_sequence(plan, Field::Rows, |entry| entry.row);
+        per_sequence(plan, Field::SeqLens, |entry| entry.end);
+        let running_sum = |plan: &mut StepPlan, field, count: fn(&Entry) -> u32| {
+            let mut sum = 0;
+            plan.i32s_mut(field)[1..]
+                .iter_mut()
+                .zip(entries)
+                .for_each(|(out, entry)| {
+                    sum += count(entry) as i32;
+                    *out = sum;
+                });
+        };
+        running_sum(plan, Field::QueryStartLoc, |entry| entry.end - entry.start);
+        running_sum(plan, Field::SampleStartLoc, |entry| entry.num_samples);
+        let mut end = 0;
+        let rows = plan.i32s_mut(Field::SampleRows);
+        for entry in entries {
+            end += (entry.end - entry.start) as i32;
+            rows[entry.first_sample as usize..][..entry.num_samples as usize].fill(end - 1);
+        }
+    }
+
+    fn write_tokens(&self, entries: &[Entry], plan: &mut StepPlan) {
+        let block_size = self.manager.block_size;
+        let mut at = 0;
+        for entry in entries {
+            let sequence = self.manager.sequence(entry.sequence as usize);
+            let len = (entry.end - entry.start) as usize;
+            let known = sequence.tokens.len().clamp(entry.start, entry.end);
+            sequence.tokens.copy_to(
+                entry.start,
+                &mut plan.i32s_mut(Field::TokenIds)[at..][..(known - entry.start) as usize],
+            );
+            let positions = &mut plan.i32s_mut(Field::Positions)[at..][..len];
+            positions
+                .iter_mut()
+                .zip(entry.start..)
+                .for_each(|(out, position)| *out = position as i32);
+            plan.i32s_mut(Field::InputFrom)[at..][..len].fill(-1);
+            if known < entry.end {
+                // Only the sample that the previous plan draws is unknown.
+                plan.i32s_mut(Field::InputFrom)[at + len - 1] = entry.drawn_before.1 as i32;
+            }
+            let mut slots = &mut plan.i64s_mut(Field::SlotMapping)[at..][..len];
+            let mut position = entry.start;
+            while !slots.is_empty() {
+                let offset = position % block_size;
+                let run = ((block_size - offset) as usize).min(slots.len());
+                let block = sequence.table[(position / block_size) as usize];
+                let first = i64::from(block.get()) * i64::from(block_size) + i64::from(offset);
+                let (now, rest) = slots.split_at_mut(run);
+                now.iter_mut().zip(first..).for_each(|(out, slot)| *out = slot);
+                position += run as u32;
+                slots = rest;
+            }
+            at += len;
+        }
+    }
+
+    /// Leading blocks that every sequence of the plan shares and that hold only tokens of earlier steps.
+    fn common_prefix(&self, entries: &[Entry]) -> i32 {
+        let Some((first, others)) = entries.split_first() else {
+            return 0;
+        };
+        let full = |entry: &Entry| (entry.start / self.manager.block_size) as usize;
+        let table = |entry: &Entry| &self.manager.sequence(entry.sequence as usize).table[..full(entry)];
+        let first = table(first);
+        let held_by_all =
+            |&&block: &&_| self.manager.pool().blocks[crate::ids::BlockId::index(block)].ref_count as usize;
+        let mut common = first
+            .iter()
+            .take_while(|block| held_by_all(block) > others.len())
+            .count();
+        for entry in others {
+            if common == 0 {
+                break;
+            }
+            let table = table(entry);
+            common = common.min(table.len());
+            if first[..common] != table[..common] {
+                common = first.iter().zip(table).take_while(|(one, other)| one == other).count();
+            }
+        }
+        common as i32
+    }
+
+    /// The plan whose end unfinished work waits for.
+    fn blocking_plan(&self) -> Option<PlanId> {
+        if self.waiting.is_empty() && self.running.is_empty() {
+            return None;
+        }
+        let oldest = self.plans.front().map(|record| record.id);
+        self.manager
+            .pool()
+            .first_fencing_plan()
+            .filter(|&plan| oldest.is_some_and(|oldest| oldest <= plan))
+            .or(oldest)
+    }
+}

@@ -1,0 +1,378 @@
+//! Continuous batching over a [`KVCacheManager`]: which tokens of which sequences run in the next step.
+//!
+//! [`Scheduler::schedule`] makes a plan, [`Scheduler::commit`] ends it with the tokens that the model sampled,
+//! [`Scheduler::rollback`] undoes it. Up to `max_plans_in_flight` plans may be made before the oldest is ended.
+//!
+//! Order is first come, first served, by handle. Running requests come first; one that finds no room takes it from the
+//! youngest running one behind it (preemption by recompute, all samples of a request or none). The oldest is never a
+//! victim and fits an empty pool by the check in `add_request`, so it always progresses. Waiting requests are admitted
+//! in order, the first that does not fit ends the pass, and none is admitted unless the whole of its known tokens fits
+//! beside what running prefills still need; so a preempted request is taken up again before any that came later.
+
+mod admission;
+mod build;
+mod commit;
+mod inbox;
+mod pass;
+mod preempt;
+mod request;
+mod rollback;
+mod seats;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use crate::config::{CacheConfig, SchedulerConfig};
+use crate::error::{Error, Result};
+use crate::identity::Identity;
+use crate::ids::{BlockId, Handle, PlanId};
+use crate::invariants::BrokenLaw;
+use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager};
+use crate::step_plan::{BufferPool, Change};
+pub use commit::{FinishedRequest, Fork, StepResult};
+use inbox::Command;
+pub use inbox::Inbox;
+use pass::Entry;
+pub use request::{FinishReason, NewRequest};
+use request::{Request, Stage};
+use seats::Seats;
+
+/// A sequence during one residence, and an entry of its block table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Cell {
+    sequence: u32,
+    epoch: u32,
+    column: u32,
+}
+
+/// A request's sample that lost its seat, or ended.
+#[derive(Clone, Debug)]
+struct Departure {
+    handle: Handle,
+    sample: u32,
+    change: Change,
+}
+
+/// What the next plan has to announce.
+#[derive(Debug, Default)]
+struct Announcements {
+    /// Residences whose whole row must be sent.
+    new: Vec<(u32, u32)>,
+    /// Cells that a plan which never ran had sent.
+    repeated: Vec<Cell>,
+    preempted: Vec<Departure>,
+    finished: Vec<Departure>,
+}
+
+/// What is kept of a plan until it ends.
+#[derive(Debug)]
+struct InFlight {
+    id: PlanId,
+    entries: Vec<Entry>,
+    /// The sample number of each sample drawn.
+    samples: Vec<u32>,
+    announced: Announcements,
+    /// Cells that the plan's table updates named, those of new rows apart.
+    cells: Vec<Cell>,
+}
+
+/// The scheduler. See the module's page.
+#[derive(Debug)]
+pub struct Scheduler {
+    manager: KVCacheManager,
+    limits: SchedulerConfig,
+    watermark_blocks: u32,
+    num_groups: u32,
+    inbox: Inbox,
+    commands: Vec<Command>,
+    requests: Vec<Option<Request>>,
+    vacant: Vec<u32>,
+    by_handle: HashMap<Handle, u32>,
+    waiting: BTreeMap<Handle, u32>,
+    /// Resident requests, oldest first.
+    running: Vec<u32>,
+    seats: Seats,
+    plans: VecDeque<InFlight>,
+    spare_plans: Vec<InFlight>,
+    announcements: Announcements,
+    buffers: BufferPool,
+    hits: ComputedBlocks,
+    num_preemptions: u64,
+}
+
+impl Scheduler {
+    /// A scheduler over a pool of its own.
+    ///
+    /// # Errors
+    /// Those of [`CacheConfig::validate`] and [`SchedulerConfig::validate`].
+    pub fn new(cache: &CacheConfig, limits: &SchedulerConfig) -> Result<Self> {
+        limits.validate()?;
+        Ok(Self {
+            manager: KVCacheManager::new(cache)?,
+            limits: limits.clone(),
+            watermark_blocks: (limits.watermark * f64::from(cache.usable_blocks())).ceil() as u32,
+            num_groups: cache.num_groups() as u32,
+            inbox: Inbox::new(cache, limits),
+            commands: Vec::new(),
+            requests: Vec::new(),
+            vacant: Vec::new(),
+            by_handle: HashMap::new(),
+            waiting: BTreeMap::new(),
+            running: Vec::new(),
+            seats: Seats::new(limits.max_num_seqs),
+            plans: VecDeque::new(),
+            spare_plans: Vec::new(),
+            announcements: Announcements::default(),
+            buffers: BufferPool::default(),
+            hits: ComputedBlocks::default(),
+            num_preemptions: 0,
+        })
+    }
+
+    /// Where other threads leave requests and aborts.
+    pub fn inbox(&self) -> Inbox {
+        self.inbox.clone()
+    }
+
+    /// Adds a request. See [`Inbox::add_request`].
+    ///
+    /// # Errors
+    /// Those of [`Inbox::add_request`].
+    pub fn add_request(&mut self, request: NewRequest) -> Result<Handle> {
+        self.inbox.add_request(request)
+    }
+
+    /// Ends a request, or one of its samples, in whatever state it is. See [`Inbox::abort`].
+    ///
+    /// # Errors
+    /// [`Error::UnknownHandle`] for a handle that was never given out.
+    pub fn abort(&mut self, handle: Handle, sample: Option<u32>) -> Result<()> {
+        self.inbox.abort(handle, sample)
+    }
+
+    /// Ends a sample because the caller found its end, a stop string say. Legal in every state, like an abort.
+    ///
+    /// # Errors
+    /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
+    pub fn finish(&mut self, handle: Handle, sample: u32) -> Result<()> {
+        self.drain_inbox();
+        let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
+        let n = self.request(slot).samples.len();
+        if sample as usize >= n {
+            return crate::error::invalid("sequence", format!("0 to {}", n - 1), sample);
+        }
+        self.finish_sample(slot, sample as usize, FinishReason::Stop);
+        Ok(())
+    }
+
+    /// Requests that were added and have not ended.
+    pub fn num_unfinished_requests(&self) -> usize {
+        self.inbox.num_unfinished_requests()
+    }
+
+    /// Requests with seats, and requests that wait for them.
+    pub fn num_requests(&self) -> (usize, usize) {
+        (self.running.len(), self.num_unfinished_requests() - self.running.len())
+    }
+
+    /// Preemptions since the scheduler was made.
+    pub fn num_preemptions(&self) -> u64 {
+        self.num_preemptions
+    }
+
+    /// The bookkeeping below: usage, block states, tables.
+    pub fn manager(&self) -> &KVCacheManager {
+        &self.manager
+    }
+
+    /// Forgets every cached prefix. See [`KVCacheManager::reset_prefix_cache`].
+    pub fn reset_prefix_cache(&mut self) {
+        self.manager.reset_prefix_cache();
+    }
+
+    /// The block table of a sample, and the reference counts of its blocks; `None` while it holds none.
+    ///
+    /// # Errors
+    /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
+    pub fn block_table(&self, handle: Handle, sample: u32) -> Result<Option<&[BlockId]>> {
+        let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
+        let samples = &self.request(slot).samples;
+        let Some(found) = samples.get(sample as usize) else {
+            return crate::error::invalid("sequence", format!("0 to {}", samples.len() - 1), sample);
+        };
+        let table = self
+            .manager
+            .sequences
+            .get(found.sequence as usize)
+            .map(|sequence| sequence.table.as_slice());
+        Ok(table.filter(|table| !table.is_empty()))
+    }
+
+    /// Checks the laws of the bookkeeping and those of the seats and queues.
+    ///
+    /// # Errors
+    /// The first [`BrokenLaw`].
+    ///
+    /// # Complexity
+    /// As [`KVCacheManager::check_integrity`].
+    pub fn check_integrity(&self) -> std::result::Result<(), BrokenLaw> {
+        self.manager.check_integrity()?;
+        let broken = |what: String| Err(BrokenLaw { law: 5, what });
+        let mut sequences = 0;
+        for (slot, request) in self.requests.iter().enumerate() {
+            let Some(request) = request else { continue };
+            let slot = slot as u32;
+            let is_running = self.running.contains(&slot);
+            if is_running == self.waiting.contains_key(&request.handle)
+                || is_running == (request.stage == Stage::Waiting)
+            {
+                return broken(format!("request {} is not in exactly one queue", request.id));
+            }
+            for sample in &request.samples {
+                let has_seat = sample.row != request::NONE;
+                if has_seat != (is_running && sample.finish.is_none()) {
+                    return broken(format!(
+                        "a sample of request {} has no seat, or one too many",
+                        request.id
+                    ));
+                }
+                sequences += usize::from(sample.sequence != request::NONE);
+            }
+        }
+        if sequences != self.manager.num_sequences() {
+            return broken(format!(
+                "{} sequences live, {sequences} belong to requests",
+                self.manager.num_sequences()
+            ));
+        }
+        if !self.running.is_sorted_by_key(|&slot| self.request(slot).handle) {
+            return broken("the running requests are out of order".into());
+        }
+        self.seats.check()
+    }
+
+    /// Writes the block tables of a plan's sequences, row by row, the rest of each row as null blocks.
+    ///
+    /// # Errors
+    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] where `out` is no multiple of `columns` or too small.
+    pub fn write_block_table(&self, plan: PlanId, columns: usize, out: &mut [i32]) -> Result<()> {
+        let tables = self.tables_of(plan)?;
+        let widest = tables.iter().map(|(table, _)| table.len()).max().unwrap_or(0);
+        if columns < widest || out.len() != columns * tables.len() {
+            let expected = format!("{} rows of at least {widest} columns", tables.len());
+            return crate::error::invalid("out", expected, format!("{} entries, {columns} columns", out.len()));
+        }
+        for ((table, _), row) in tables.iter().zip(out.chunks_exact_mut(columns.max(1))) {
+            row.fill(0);
+            row.iter_mut()
+                .zip(*table)
+                .for_each(|(entry, block)| *entry = block.get() as i32);
+        }
+        Ok(())
+    }
+
+    /// The block tables of a plan's sequences end to end: where each starts, its blocks, and the tokens in its last one.
+    ///
+    /// # Errors
+    /// [`Error::PlanNotInFlight`].
+    pub fn csr(&self, plan: PlanId) -> Result<(Vec<i32>, Vec<i32>, Vec<i32>)> {
+        let block_size = self.manager.block_size;
+        let (mut indptr, mut indices, mut last_page_len) = (vec![0], Vec::new(), Vec::new());
+        for (table, seq_len) in self.tables_of(plan)? {
+            indices.extend(table.iter().map(|block| block.get() as i32));
+            indptr.push(indices.len() as i32);
+            last_page_len.push(if seq_len == 0 {
+                0
+            } else {
+                ((seq_len - 1) % block_size + 1) as i32
+            });
+        }
+        Ok((indptr, indices, last_page_len))
+    }
+
+    /// Tables and lengths of a plan's sequences; empty for those that lost their blocks since.
+    fn tables_of(&self, plan: PlanId) -> Result<Vec<(&[BlockId], u32)>> {
+        let record = self
+            .plans
+            .iter()
+            .find(|record| record.id == plan)
+            .ok_or(Error::PlanNotInFlight(plan))?;
+        let table = |entry: &Entry| {
+            let Some(sequence) = self.manager.resident(entry.sequence as usize, entry.epoch) else {
+                return (&[][..], 0);
+            };
+            (
+                &sequence.table[..entry.end.div_ceil(self.manager.block_size) as usize],
+                entry.end,
+            )
+        };
+        Ok(record.entries.iter().map(table).collect())
+    }
+
+    fn drain_inbox(&mut self) {
+        let mut commands = std::mem::take(&mut self.commands);
+        self.inbox.drain(&mut commands);
+        for command in commands.drain(..) {
+            match command {
+                Command::Add(handle, request) => self.enqueue(Request::new(handle, *request)),
+                Command::Abort(handle, sample) => self.abort_now(handle, sample),
+            }
+        }
+        self.commands = commands;
+    }
+
+    fn enqueue(&mut self, request: Request) {
+        let slot = self.vacant.pop().unwrap_or(self.requests.len() as u32);
+        self.by_handle.insert(request.handle, slot);
+        self.waiting.insert(request.handle, slot);
+        if slot as usize == self.requests.len() {
+            self.requests.push(Some(request));
+        } else {
+            self.requests[slot as usize] = Some(request);
+        }
+    }
+
+    fn abort_now(&mut self, handle: Handle, sample: Option<u32>) {
+        let Some(&slot) = self.by_handle.get(&handle) else {
+            return;
+        };
+        let samples = match sample {
+            Some(sample) => sample as usize..(sample as usize + 1).min(self.request(slot).samples.len()),
+            None => 0..self.request(slot).samples.len(),
+        };
+        for sample in samples {
+            self.finish_sample(slot, sample, FinishReason::Abort);
+        }
+    }
+
+    fn request(&self, slot: u32) -> &Request {
+        self.requests[slot as usize]
+            .as_ref()
+            .expect("a slot in use has a request")
+    }
+
+    fn request_mut(&mut self, slot: u32) -> &mut Request {
+        self.requests[slot as usize]
+            .as_mut()
+            .expect("a slot in use has a request")
+    }
+
+    /// The request that an entry is about, if it has not ended.
+    fn entry_request(&mut self, entry: &Entry) -> Option<&mut Request> {
+        self.requests[entry.slot as usize]
+            .as_mut()
+            .filter(|request| request.handle == entry.handle)
+    }
+
+    /// A sequence of the request's prompt, for its sample.
+    fn ensure_sequence(&mut self, slot: u32, sample: usize) -> usize {
+        let request = self.requests[slot as usize]
+            .as_mut()
+            .expect("a slot in use has a request");
+        if request.samples[sample].sequence == request::NONE {
+            let (prompt, identity): (_, std::sync::Arc<Identity>) = (request.prompt.clone(), request.identity.clone());
+            let id = self.manager.create(prompt, identity, request.use_prefix_cache);
+            request.samples[sample].sequence = id.expect("the prompt was checked when it was added").index;
+        }
+        request.samples[sample].sequence as usize
+    }
+}

@@ -1,0 +1,253 @@
+//! One pass over the running requests: each grows by what the token budget and the pool allow.
+
+use super::request::Stage;
+use super::{Cell, InFlight, Scheduler};
+use crate::error::{Error, Result};
+use crate::ids::{Handle, PlanId};
+use crate::kv_cache_manager::ComputedBlocks;
+use crate::step_plan::StepPlan;
+
+/// A sequence in a plan.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) handle: Handle,
+    pub(super) slot: u32,
+    pub(super) sample: u32,
+    pub(super) sequence: u32,
+    pub(super) epoch: u32,
+    pub(super) row: u32,
+    /// The positions that run.
+    pub(super) start: u32,
+    pub(super) end: u32,
+    /// Samples drawn, and the first of them among the plan's.
+    pub(super) num_samples: u32,
+    pub(super) first_sample: u32,
+    /// The sample's newest draw before this plan.
+    pub(super) drawn_before: (PlanId, u32),
+    /// Tokens that came from the cache before `start`.
+    pub(super) num_hit_tokens: u32,
+    /// Whether the plan gave the request its seats.
+    pub(super) is_admission: bool,
+    /// Whether the prompt is complete and the samples fork when the plan commits.
+    pub(super) completes_prompt: bool,
+}
+
+/// What a pass has left and what it found.
+#[derive(Debug)]
+pub(super) struct Pass {
+    pub(super) record: InFlight,
+    pub(super) budget: u32,
+    pub(super) copies: Vec<[i32; 2]>,
+    /// Blocks that requests which wait for a fence count on.
+    pub(super) reserved: u32,
+    /// Blocks that running prefills still need for the tokens they know.
+    pub(super) claimed: u32,
+    /// The plan before this one, if it is in flight.
+    pub(super) previous: Option<PlanId>,
+}
+
+/// How a sequence may grow now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Want {
+    /// Tokens up to which it can be computed.
+    pub(super) target: u32,
+    /// Of these, tokens that are known.
+    pub(super) known: u32,
+}
+
+impl Scheduler {
+    /// Makes the next plan.
+    ///
+    /// # Errors
+    /// [`Error::TooManyPlans`].
+    ///
+    /// # Complexity
+    /// O(sequences + tokens + changed table entries); nothing depends on the length of a running context.
+    pub fn schedule(&mut self) -> Result<StepPlan> {
+        if self.plans.len() >= self.limits.max_plans_in_flight as usize {
+            return Err(Error::TooManyPlans(self.limits.max_plans_in_flight));
+        }
+        self.drain_inbox();
+        let previous = self.plans.back().map(|record| record.id);
+        let mut record = self.spare_plans.pop().unwrap_or_else(InFlight::empty);
+        record.id = self.manager.begin_plan();
+        let mut pass = Pass {
+            record,
+            budget: self.limits.max_num_batched_tokens,
+            copies: Vec::new(),
+            reserved: 0,
+            claimed: 0,
+            previous,
+        };
+        self.grow_running(&mut pass);
+        self.admit_waiting(&mut pass);
+        Ok(self.build(pass))
+    }
+
+    fn grow_running(&mut self, pass: &mut Pass) {
+        let mut at = 0;
+        while at < self.running.len() && pass.budget > 0 {
+            let slot = self.running[at];
+            let request = self.request(slot);
+            if !request.needs_commit || request.num_in_flight == 0 {
+                match request.stage {
+                    Stage::Prompt => self.grow(pass, at, request.leader()),
+                    _ if request.samples.len() == 1 => self.grow(pass, at, 0),
+                    _ => self.grow_samples(pass, at),
+                }
+            }
+            at += 1;
+        }
+    }
+
+    fn grow_samples(&mut self, pass: &mut Pass, at: usize) {
+        let slot = self.running[at];
+        for sample in 0..self.request(slot).samples.len() {
+            if self.request(slot).samples[sample].finish.is_none() && pass.budget > 0 {
+                self.grow(pass, at, sample);
+            }
+        }
+    }
+
+    /// Grows one sample of the running request at `at`, if it has tokens to compute and room is found.
+    fn grow(&mut self, pass: &mut Pass, at: usize, sample: usize) {
+        let slot = self.running[at];
+        let Some(want) = self.want(slot, sample, pass.previous) else {
+            return;
+        };
+        let index = self.request(slot).samples[sample].sequence as usize;
+        let mut hits = std::mem::take(&mut self.hits);
+        let grown = loop {
+            self.find_hits(index, want, &mut hits);
+            let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
+            let num_new = (want.target - start).min(pass.budget);
+            let needed = self.manager.blocks_needed(index, num_new, &hits);
+            if needed == 0 || needed + pass.reserved <= self.manager.pool().num_available() {
+                break Some(num_new);
+            }
+            if !self.make_room(at, needed, pass) {
+                break None;
+            }
+        };
+        if let Some(num_new) = grown {
+            self.extend(pass, slot, sample, num_new, want, &hits);
+        }
+        self.hits = hits;
+        let sequence = self.manager.sequence(index);
+        let columns = want.target.div_ceil(self.manager.block_size);
+        pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
+    }
+
+    /// How far a sample's sequence can be computed now, or `None` if it waits for a commit or has nothing to compute.
+    pub(super) fn want(&self, slot: u32, sample: usize, previous: Option<PlanId>) -> Option<Want> {
+        let request = self.request(slot);
+        let sample = &request.samples[sample];
+        let sequence = self.manager.sequence(sample.sequence as usize);
+        let len = sequence.tokens.len();
+        let (target, known) = if request.stage == Stage::Prompt {
+            (request.prompt_len(), request.prompt_len())
+        } else {
+            // The last token that a sample may have needs no slot.
+            let last = request.prompt_len() + request.max_tokens - 1;
+            let coming = if Some(sample.drawn.0) == previous {
+                sample.num_pending
+            } else {
+                0
+            };
+            ((len + coming).min(last), len.min(last))
+        };
+        (target > sequence.num_scheduled).then_some(Want { target, known })
+    }
+
+    /// Looks for cached blocks where a prefill stands on a block border.
+    pub(super) fn find_hits(&self, index: usize, want: Want, hits: &mut ComputedBlocks) {
+        if want.known > self.manager.sequence(index).num_scheduled + self.manager.block_size {
+            self.manager.lookup(index, want.known, hits);
+        } else {
+            hits.clear();
+        }
+    }
+
+    /// Puts a growth into the plan.
+    pub(super) fn extend(
+        &mut self,
+        pass: &mut Pass,
+        slot: u32,
+        sample: usize,
+        num_new: u32,
+        want: Want,
+        hits: &ComputedBlocks,
+    ) {
+        let request = self.request(slot);
+        let index = request.samples[sample].sequence as usize;
+        let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
+        let end = start + num_new;
+        let extension = self.manager.extend(index, num_new, hits);
+        let request = self.requests[slot as usize]
+            .as_mut()
+            .expect("a slot in use has a request");
+        let completes_prompt = request.stage == Stage::Prompt && end == want.target;
+        let is_first = request.samples[sample].num_outputs == 0;
+        let num_samples = match request.stage {
+            Stage::Prompt => {
+                if completes_prompt && is_first {
+                    request.num_live
+                } else {
+                    0
+                }
+            }
+            _ => u32::from(end == self.manager.sequence(index).tokens.len() + request.samples[sample].num_pending),
+        };
+        request.num_in_flight += 1;
+        request.num_cached_tokens += if request.num_preemptions == 0 {
+            hits.num_tokens()
+        } else {
+            0
+        };
+        request.last_plan = pass.record.id;
+        let seat = self.seats.seat(index);
+        let epoch = self.manager.sequence(index).epoch;
+        if seat.is_announced {
+            let columns = extension.first_new_column..self.manager.sequence(index).table.len() as u32;
+            let changed = extension.copy.map(|copy| copy.column).into_iter().chain(columns);
+            let cells = changed.map(|column| Cell {
+                sequence: index as u32,
+                epoch,
+                column,
+            });
+            pass.record.cells.extend(cells);
+        }
+        if let Some(copy) = extension.copy {
+            pass.copies.push([copy.source.get() as i32, copy.target.get() as i32]);
+        }
+        pass.budget -= num_new;
+        pass.record.entries.push(Entry {
+            handle: request.handle,
+            slot,
+            sample: sample as u32,
+            sequence: index as u32,
+            epoch,
+            row: seat.row,
+            start,
+            end,
+            num_samples,
+            first_sample: 0,
+            drawn_before: request.samples[sample].drawn,
+            num_hit_tokens: hits.num_tokens(),
+            is_admission: false,
+            completes_prompt,
+        });
+    }
+}
+
+impl InFlight {
+    pub(super) fn empty() -> Self {
+        Self {
+            id: PlanId::new(0),
+            entries: Vec::new(),
+            samples: Vec::new(),
+            announced: super::Announcements::default(),
+            cells: Vec::new(),
+        }
+    }
+}

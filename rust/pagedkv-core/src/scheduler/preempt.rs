@@ -1,0 +1,146 @@
+//! Taking blocks and seats back: preemption, and the end of a sample or a request.
+
+use super::pass::Pass;
+use super::request::{FinishReason, NONE, Stage};
+use super::{Departure, Scheduler};
+use crate::ids::PlanId;
+use crate::step_plan::Change;
+
+impl Scheduler {
+    /// Preempts the youngest running requests behind `at` until `needed` blocks are available, or will be when plans in
+    /// flight end. Answers whether to try again; if not, the blocks are reserved for the request that needs them.
+    pub(super) fn make_room(&mut self, at: usize, needed: u32, pass: &mut Pass) -> bool {
+        if pass.reserved > 0 {
+            return false;
+        }
+        loop {
+            let pool = self.manager.pool();
+            if needed <= pool.num_available() {
+                return true;
+            }
+            if needed <= pool.num_available() + pool.num_fenced() || at + 1 == self.running.len() {
+                pass.reserved += needed;
+                return false;
+            }
+            self.preempt_youngest();
+        }
+    }
+
+    /// Takes every block and seat from the youngest running request and puts it back into the queue.
+    fn preempt_youngest(&mut self) {
+        let slot = self.running.pop().expect("a request behind another is running");
+        let handle = self.request(slot).handle;
+        for sample in 0..self.request(slot).samples.len() {
+            if let Some(departure) = self.depart(slot, sample) {
+                self.announcements.preempted.push(departure);
+            }
+            let sequence = self.request(slot).samples[sample].sequence;
+            if sequence != NONE {
+                self.manager.release_all(sequence as usize);
+            }
+        }
+        let request = self.request_mut(slot);
+        request.stage = Stage::Waiting;
+        request.num_preemptions += 1;
+        self.num_preemptions += 1;
+        self.waiting.insert(handle, slot);
+    }
+
+    /// Takes the seat of a sample. Answers what to announce if a plan had announced the seat.
+    pub(super) fn depart(&mut self, slot: u32, sample: usize) -> Option<Departure> {
+        let fence = self.fence_of(self.request(slot).last_plan);
+        let request = self.request_mut(slot);
+        let (handle, sequence) = (request.handle, request.samples[sample].sequence as usize);
+        let row = std::mem::replace(&mut request.samples[sample].row, NONE);
+        if row == NONE {
+            return None;
+        }
+        let request_id = request.id.to_string();
+        self.seats.release_row(row, fence);
+        let was_announced = self.seats.seat(sequence).is_announced;
+        self.seats.leave(sequence);
+        let change = Change {
+            row,
+            request_id,
+            sample: sample as u32,
+        };
+        was_announced.then_some(Departure {
+            handle,
+            sample: sample as u32,
+            change,
+        })
+    }
+
+    /// Ends a sample, and its request with the last one. One that has ended is left alone.
+    pub(super) fn finish_sample(&mut self, slot: u32, sample: usize, reason: FinishReason) {
+        let request = self.request_mut(slot);
+        if request.samples[sample].finish.is_some() {
+            return;
+        }
+        let leads_others = request.stage == Stage::Prompt && request.leader() == sample && request.num_live > 1;
+        request.samples[sample].finish = Some(reason);
+        request.num_live -= 1;
+        if leads_others {
+            self.hand_over(slot, sample);
+        }
+        if let Some(departure) = self.depart(slot, sample) {
+            self.announcements.finished.push(departure);
+        }
+        let request = self.request_mut(slot);
+        let sequence = std::mem::replace(&mut request.samples[sample].sequence, NONE);
+        let is_over = request.num_live == 0;
+        if sequence != NONE {
+            self.manager.remove(sequence as usize);
+        }
+        if is_over {
+            self.remove_request(slot);
+        }
+    }
+
+    /// The sample that computes the prompt ends before the fork: the next one takes over its sequence and its seat. No
+    /// more than the prompt is computed, so an heir with outputs of its own only brings its tokens along.
+    fn hand_over(&mut self, slot: u32, from: usize) {
+        let request = self.requests[slot as usize]
+            .as_mut()
+            .expect("a slot in use has a request");
+        let to = request.leader();
+        let (sequence, heirs) = (request.samples[from].sequence, request.samples[to].sequence);
+        if heirs != NONE {
+            self.manager.swap_tokens(sequence as usize, heirs as usize);
+        }
+        let (row, heirs_row) = (request.samples[from].row, request.samples[to].row);
+        (request.samples[to].sequence, request.samples[to].row) = (sequence, row);
+        (request.samples[from].sequence, request.samples[from].row) = (heirs, heirs_row);
+        let (handle, id) = (request.handle, request.id.clone());
+        if self.seats.seat(sequence as usize).is_announced {
+            let change = Change {
+                row,
+                request_id: id.to_string(),
+                sample: from as u32,
+            };
+            self.announcements.finished.push(Departure {
+                handle,
+                sample: from as u32,
+                change,
+            });
+        }
+        self.sit(slot, to);
+    }
+
+    pub(super) fn remove_request(&mut self, slot: u32) {
+        let request = self.requests[slot as usize]
+            .take()
+            .expect("a slot in use has a request");
+        self.by_handle.remove(&request.handle);
+        if self.waiting.remove(&request.handle).is_none() {
+            self.running.retain(|&other| other != slot);
+        }
+        self.inbox.forget(&request.id);
+        self.vacant.push(slot);
+    }
+
+    /// `plan`, if it or an older one is in flight: what it names must wait.
+    pub(super) fn fence_of(&self, plan: PlanId) -> Option<PlanId> {
+        self.plans.front().filter(|oldest| oldest.id <= plan).map(|_| plan)
+    }
+}

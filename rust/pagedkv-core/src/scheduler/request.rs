@@ -1,0 +1,247 @@
+//! A request, its samples, and what the caller says of it.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::config::{CacheConfig, SchedulerConfig};
+use crate::error::{Error, Result, invalid};
+use crate::identity::Identity;
+use crate::ids::{Handle, PlanId};
+
+/// "No sequence", "no row".
+pub(super) const NONE: u32 = u32::MAX;
+
+/// What a caller asks for. Fields that this version refuses by name are here already.
+#[derive(Clone, Debug)]
+pub struct NewRequest {
+    /// The caller's name for the request; unique among live ones.
+    pub request_id: String,
+    /// The prompt; at least one token, none negative.
+    pub prompt_token_ids: Vec<i32>,
+    /// Most tokens to sample per sample; at least 1.
+    pub max_tokens: u32,
+    /// Samples to draw.
+    pub n: u32,
+    /// Tokens that end a sample.
+    pub stop_token_ids: Vec<i32>,
+    /// Tokens to sample before a stop token ends a sample.
+    pub min_tokens: u32,
+    /// Refused unless 0: the order is first come, first served.
+    pub priority: i32,
+    /// Refused unless `None`: no fair share between tenants yet.
+    pub tenant: Option<String>,
+    /// Extra keys of the prefix.
+    pub identity: Identity,
+    /// Whether the request reads and feeds the prefix cache.
+    pub use_prefix_cache: bool,
+    /// Refused unless 0: no loads from outside yet.
+    pub num_external_tokens: u32,
+    /// Not planned again before the commit of its last plan.
+    pub needs_commit: bool,
+    /// Refused unless false: no sessions yet.
+    pub session: bool,
+}
+
+impl NewRequest {
+    /// A plain request for one sample.
+    pub fn new(request_id: impl Into<String>, prompt_token_ids: Vec<i32>, max_tokens: u32) -> Self {
+        Self {
+            request_id: request_id.into(),
+            prompt_token_ids,
+            max_tokens,
+            n: 1,
+            stop_token_ids: Vec::new(),
+            min_tokens: 0,
+            priority: 0,
+            tenant: None,
+            identity: Identity::default(),
+            use_prefix_cache: true,
+            num_external_tokens: 0,
+            needs_commit: false,
+            session: false,
+        }
+    }
+
+    pub(super) fn validate(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
+        self.refuse_unsupported()?;
+        crate::kv_cache_manager::check_identity(&self.identity)?;
+        if self.prompt_token_ids.is_empty() {
+            return invalid("prompt_token_ids", "at least one token", "none");
+        }
+        if let Some(negative) = self.prompt_token_ids.iter().find(|&&token| token < 0) {
+            return invalid("prompt_token_ids", "token ids of at least 0", negative);
+        }
+        if let Some(beyond) = self
+            .identity
+            .images
+            .iter()
+            .map(|image| image.start + image.len)
+            .find(|&end| end as usize > self.prompt_token_ids.len())
+        {
+            return invalid(
+                "image_spans",
+                format!("ends up to {}", self.prompt_token_ids.len()),
+                beyond,
+            );
+        }
+        if self.max_tokens == 0 {
+            return invalid("max_tokens", "at least 1", 0);
+        }
+        if !(1..=limits.max_num_seqs).contains(&self.n) {
+            return invalid("n", format!("1 to {} (max_num_seqs)", limits.max_num_seqs), self.n);
+        }
+        let longest = self.prompt_token_ids.len() as u64 + u64::from(self.max_tokens);
+        if longest > u64::from(limits.max_model_len) {
+            let expected = format!(
+                "prompt + max_tokens of at most {} (max_model_len)",
+                limits.max_model_len
+            );
+            return invalid(
+                "max_tokens",
+                expected,
+                format!("{} + {}", self.prompt_token_ids.len(), self.max_tokens),
+            );
+        }
+        let needed = self.blocks_at_the_longest(cache.block_size, limits.lookahead);
+        let usable = u64::from(cache.usable_blocks());
+        if needed > usable {
+            Err(Error::NeverFits { needed, usable })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Blocks of all samples at their longest: full prompt blocks once, the rest once per sample. The last token that
+    /// is sampled needs no slot.
+    fn blocks_at_the_longest(&self, block_size: u32, lookahead: u32) -> u64 {
+        let prompt = self.prompt_token_ids.len() as u64;
+        let longest = prompt + u64::from(self.max_tokens) - 1 + u64::from(lookahead);
+        let shared = prompt / u64::from(block_size);
+        shared + u64::from(self.n) * (longest.div_ceil(u64::from(block_size)) - shared)
+    }
+
+    fn refuse_unsupported(&self) -> Result<()> {
+        let refused = [
+            (
+                self.priority != 0,
+                "priority: requests are scheduled first come, first served",
+            ),
+            (self.tenant.is_some(), "tenant: there is no fair share between tenants"),
+            (
+                self.num_external_tokens != 0,
+                "num_external_tokens: there are no loads from outside",
+            ),
+            (
+                self.session,
+                "session: a finished request keeps no blocks but cached ones",
+            ),
+        ];
+        let found = refused.iter().find(|(is_asked, _)| *is_asked);
+        found.map_or(Ok(()), |(_, why)| Err(Error::Unsupported((*why).into())))
+    }
+}
+
+/// Why a sample ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i8)]
+pub enum FinishReason {
+    /// A stop token, or the caller's [`super::Scheduler::finish`].
+    Stop = 1,
+    /// `max_tokens` were sampled.
+    Length = 2,
+    /// The caller's abort.
+    Abort = 3,
+}
+
+/// How far the samples of a request have parted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Not resident.
+    Waiting,
+    /// One sequence computes the prompt for all samples, which fork when it is done.
+    Prompt,
+    /// Each sample is a sequence.
+    Apart,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Sample {
+    /// Its sequence in the manager; [`NONE`] before the first fork.
+    pub(super) sequence: u32,
+    /// Its seat; [`NONE`] while its request waits.
+    pub(super) row: u32,
+    /// Tokens sampled and known.
+    pub(super) num_outputs: u32,
+    /// Tokens that plans in flight will sample.
+    pub(super) num_pending: u32,
+    /// The newest plan that samples for it, and which of that plan's samples is its.
+    pub(super) drawn: (PlanId, u32),
+    pub(super) finish: Option<FinishReason>,
+}
+
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) handle: Handle,
+    pub(super) id: Arc<str>,
+    pub(super) prompt: Arc<[i32]>,
+    pub(super) identity: Arc<Identity>,
+    pub(super) use_prefix_cache: bool,
+    pub(super) max_tokens: u32,
+    pub(super) min_tokens: u32,
+    pub(super) stop_token_ids: Box<[i32]>,
+    pub(super) needs_commit: bool,
+    pub(super) samples: SmallVec<[Sample; 1]>,
+    pub(super) num_live: u32,
+    pub(super) stage: Stage,
+    /// Entries of plans in flight that are about this request.
+    pub(super) num_in_flight: u32,
+    /// The newest plan that names it.
+    pub(super) last_plan: PlanId,
+    /// Prompt tokens that the first residence took from the cache.
+    pub(super) num_cached_tokens: u32,
+    pub(super) num_preemptions: u32,
+}
+
+impl Request {
+    pub(super) fn new(handle: Handle, request: NewRequest) -> Self {
+        let sample = Sample {
+            sequence: NONE,
+            row: NONE,
+            num_outputs: 0,
+            num_pending: 0,
+            drawn: (PlanId::new(0), 0),
+            finish: None,
+        };
+        Self {
+            handle,
+            id: request.request_id.into(),
+            prompt: request.prompt_token_ids.into(),
+            identity: Arc::new(request.identity),
+            use_prefix_cache: request.use_prefix_cache,
+            max_tokens: request.max_tokens,
+            min_tokens: request.min_tokens,
+            stop_token_ids: request.stop_token_ids.into(),
+            needs_commit: request.needs_commit,
+            samples: SmallVec::from_elem(sample, request.n as usize),
+            num_live: request.n,
+            stage: Stage::Waiting,
+            num_in_flight: 0,
+            last_plan: PlanId::new(0),
+            num_cached_tokens: 0,
+            num_preemptions: 0,
+        }
+    }
+
+    pub(super) fn prompt_len(&self) -> u32 {
+        self.prompt.len() as u32
+    }
+
+    /// The live sample with the lowest number: it computes the prompt for the others.
+    pub(super) fn leader(&self) -> usize {
+        self.samples
+            .iter()
+            .position(|sample| sample.finish.is_none())
+            .expect("a live request has a live sample")
+    }
+}

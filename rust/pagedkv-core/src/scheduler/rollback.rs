@@ -1,0 +1,96 @@
+//! Undoing plans that never ran, or whose results are void.
+
+use super::request::Stage;
+use super::{InFlight, Scheduler};
+use crate::error::{Error, Result};
+use crate::ids::PlanId;
+
+impl Scheduler {
+    /// Undoes a plan and cancels every plan behind it: computed tokens, queue places, admissions, holds on hit blocks,
+    /// new blocks and copies. Evictions, preemptions, aborts and finishes stay. The next plan repeats what these plans
+    /// announced, as far as it still holds.
+    ///
+    /// # Errors
+    /// [`Error::PlanNotInFlight`].
+    pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
+        let keep = self
+            .plans
+            .iter()
+            .position(|record| record.id == plan)
+            .ok_or(Error::PlanNotInFlight(plan))?;
+        self.drain_inbox();
+        self.manager.rollback(plan)?;
+        let mut undone = self.plans.split_off(keep);
+        while let Some(mut record) = undone.pop_back() {
+            self.undo_entries(&record);
+            self.repeat_announcements(&mut record);
+            record.clear();
+            self.spare_plans.push(record);
+        }
+        self.seats.plans_ended(self.plans.front().map(|record| record.id));
+        Ok(())
+    }
+
+    fn undo_entries(&mut self, record: &InFlight) {
+        for entry in record.entries.iter().rev() {
+            let Some(request) = self.entry_request(entry) else {
+                continue;
+            };
+            request.num_in_flight -= 1;
+            for &sample in &record.samples[entry.first_sample as usize..][..entry.num_samples as usize] {
+                let sample = &mut request.samples[sample as usize];
+                sample.num_pending -= 1;
+                sample.drawn = entry.drawn_before;
+            }
+            if self.manager.resident(entry.sequence as usize, entry.epoch).is_none() {
+                continue;
+            }
+            let request = self.request_mut(entry.slot);
+            if request.num_preemptions == 0 {
+                request.num_cached_tokens -= entry.num_hit_tokens;
+            }
+            if entry.is_admission {
+                self.withdraw_admission(entry.slot);
+            }
+        }
+    }
+
+    /// Puts a request back into the queue, at the place that its handle gives it.
+    fn withdraw_admission(&mut self, slot: u32) {
+        for sample in 0..self.request(slot).samples.len() {
+            self.depart(slot, sample);
+            let sequence = self.request(slot).samples[sample].sequence;
+            if sequence != super::request::NONE {
+                // Its path may start at a root of before a reset of the cache.
+                self.manager.release_all(sequence as usize);
+            }
+        }
+        let request = self.request_mut(slot);
+        request.stage = Stage::Waiting;
+        let handle = request.handle;
+        self.running.retain(|&other| other != slot);
+        self.waiting.insert(handle, slot);
+    }
+
+    fn repeat_announcements(&mut self, record: &mut InFlight) {
+        let announced = &mut record.announced;
+        for &(sequence, epoch) in &announced.new {
+            if self.manager.resident(sequence as usize, epoch).is_some() {
+                self.seats.set_announced(sequence as usize, false);
+                self.announcements.new.push((sequence, epoch));
+            }
+        }
+        self.announcements.repeated.append(&mut record.cells);
+        for departure in announced.preempted.drain(..) {
+            let slot = self.by_handle.get(&departure.handle);
+            let still_holds = slot.is_some_and(|&slot| {
+                let request = self.request(slot);
+                request.samples[departure.sample as usize].finish.is_none() && request.stage == Stage::Waiting
+            });
+            if still_holds {
+                self.announcements.preempted.push(departure);
+            }
+        }
+        self.announcements.finished.append(&mut announced.finished);
+    }
+}
