@@ -157,11 +157,13 @@ impl Tensor {
     }
 }
 
-/// Imports an array that speaks `DLPack`; `dtype` names the element type where its library has none of that name.
+/// Imports an array that speaks `DLPack`.
+///
+/// `dtype` names the element type where its library has none of that name; errors call the array `argument`.
 #[pyfunction]
-#[pyo3(signature = (obj, dtype=None))]
-pub(crate) fn from_dlpack(obj: &Bound<'_, PyAny>, dtype: Option<&str>) -> PyResult<Tensor> {
-    import("obj", obj, dtype.map(parse_dtype).transpose()?)
+#[pyo3(signature = (obj, dtype=None, *, argument="obj"))]
+pub(crate) fn from_dlpack(obj: &Bound<'_, PyAny>, dtype: Option<&str>, argument: &str) -> PyResult<Tensor> {
+    import(argument, obj, dtype.map(parse_dtype).transpose()?)
 }
 
 /// Whether the CPU can follow the device's addresses; page-locked memory is ordinary memory to it.

@@ -1,0 +1,106 @@
+"""Attention over the blocks of a paged KV cache: one front, one backend per device."""
+
+from typing import Any
+
+from pagedkv.attention import cpu
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    rows: Any = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Compute causal attention of a ragged batch over cached keys and values.
+
+    Decode, prefill, and both in one batch. Query ``i`` of a sequence with ``n`` queries and length ``L`` sits at
+    position ``L - n + i`` and sees the keys up to itself. Query heads share KV heads in groups of any size: query head
+    ``h`` reads KV head ``h // (num_q_heads // num_kv_heads)``. Arrays come from any library that speaks DLPack, with
+    any strides as long as ``head_dim`` is contiguous; element types of queries, cache and output may differ.
+
+    Parameters
+    ----------
+    q : array, shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+        Queries, sequence after sequence. `head_dim` is a multiple of 8 up to 512.
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
+        One layer of the cache, such as `KVCache.layer` returns.
+    block_table : array, shape (num_rows, max_blocks_per_seq), int32
+        Block ids. Entries beyond a sequence's length, or wholly before its window, are never read.
+    seq_lens : array, shape (num_seqs,), int32
+        Tokens of each sequence, those of this step included.
+    query_start_loc : array, shape (num_seqs + 1,), int32
+        Where each sequence's queries start in `q`. Tokens from the last entry on belong to no sequence.
+    rows : array, shape (num_seqs,), int32, optional
+        The row of `block_table` of each sequence; by default sequence ``s`` has row ``s``.
+    softmax_scale : float, optional
+        Factor on the scores; ``1 / sqrt(head_dim)`` by default.
+    sliding_window : int, optional
+        Keys that a query sees, itself included: those at positions above ``position - sliding_window``.
+    soft_cap : float, optional
+        Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    out : array, shape (num_tokens, num_q_heads, head_dim), optional
+        Where to write the result. By default an array like `q` is made, by torch or NumPy.
+    return_lse : bool
+        Whether to return the logarithm of the sum of exponentials too.
+
+    Returns
+    -------
+    out : array, shape (num_tokens, num_q_heads, head_dim)
+        The result. A query that sees no key gives 0.
+    lse : array, shape (num_tokens, num_q_heads), float32
+        Natural logarithm of the sum of exponentials, minus infinity where no key is seen; only with `return_lse`.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array, or has an element type that it cannot have.
+    ValueError
+        If shapes disagree, an id or a length points outside, or memory is on another device. Nothing is written then.
+
+    Notes
+    -----
+    The cost is ``O(num_q_heads * head_dim)`` per pair of a query and a key that it sees. Sums are float32. Results
+    depend neither on the number of threads nor on the rest of the batch. Whatever unused slots hold, NaN included,
+    never reaches the result. The number of threads is `PAGEDKV_NUM_THREADS` from the environment, else torch's if
+    torch is imported, else the CPUs of the process.
+
+    References
+    ----------
+    Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023.
+    Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = np.ones((4, 1, 16, 8), np.float32)
+    >>> q = np.ones((1, 2, 8), np.float32)
+    >>> table = np.array([[3, 1]], np.int32)
+    >>> out = paged_attention(q, cache, cache, table, np.array([20], np.int32), np.array([0, 1], np.int32))
+    >>> out.shape, float(out.max())
+    ((1, 2, 8), 1.0)
+    """
+    return cpu.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        rows,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        out=out,
+        return_lse=return_lse,
+    )

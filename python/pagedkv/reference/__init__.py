@@ -1,0 +1,16 @@
+"""What every kernel must compute, in NumPy and float64: slow, and meant to be obviously right.
+
+Names and arguments are those of the operations. Nothing here is shared with the code it checks.
+"""
+
+from pagedkv.reference.attention import attention_tolerance, paged_attention, paged_attention_same_precision
+from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv
+
+__all__ = [
+    "append_kv",
+    "attention_tolerance",
+    "copy_blocks",
+    "gather_kv",
+    "paged_attention",
+    "paged_attention_same_precision",
+]

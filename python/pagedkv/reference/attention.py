@@ -1,0 +1,181 @@
+"""Attention over blocks, one query token at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pagedkv.reference.cache import gather_kv
+
+Array = np.ndarray[Any, Any]
+
+_SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    rows: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Compute causal attention of a ragged batch in float64.
+
+    Parameters
+    ----------
+    q : ndarray, shape (num_tokens, num_q_heads, head_dim)
+        Queries, sequence after sequence.
+    k_cache, v_cache : ndarray, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache.
+    block_table : ndarray, shape (num_rows, max_blocks_per_seq)
+        Block ids.
+    seq_lens : ndarray, shape (num_seqs,)
+        Tokens of each sequence, those of this step included.
+    query_start_loc : ndarray, shape (num_seqs + 1,)
+        Where each sequence's queries start in `q`.
+    rows : ndarray, shape (num_seqs,), optional
+        The row of the table of each sequence; by default sequence ``s`` has row ``s``.
+    softmax_scale : float, optional
+        Factor on the scores; ``1 / sqrt(head_dim)`` by default.
+    sliding_window : int, optional
+        A query at position ``p`` sees keys at positions above ``p - sliding_window``.
+    soft_cap : float, optional
+        Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    return_lse : bool
+        Whether to return the logarithm of the sum of exponentials too.
+
+    Returns
+    -------
+    out : ndarray, shape (num_tokens, num_q_heads, head_dim), float64
+        The result; 0 where a query sees no key.
+    lse : ndarray, shape (num_tokens, num_q_heads), float64
+        Natural logarithm of the sum of exponentials, minus infinity where no key is seen; only with `return_lse`.
+
+    Examples
+    --------
+    >>> cache = np.ones((2, 1, 4, 8))
+    >>> out, lse = paged_attention(
+    ...     np.zeros((1, 1, 8)), cache, cache, np.array([[1]]), np.array([3]), np.array([0, 1]), return_lse=True
+    ... )
+    >>> float(out.max()), round(float(lse[0, 0]), 6)  # the logarithm of 3
+    (1.0, 1.098612)
+    """
+    batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
+    out, lse = _attention(batch, softmax_scale, sliding_window, soft_cap, np.float64, lambda weights: weights)
+    return (out, lse) if return_lse else out
+
+
+def paged_attention_same_precision(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    rows: Array | None = None,
+    *,
+    dtype: str,
+    softmax_scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Array:
+    """Compute what a straightforward kernel would: float32 sums, weights rounded to the element type of the cache.
+
+    Its error against `paged_attention` says how far a right kernel may be off. Parameters are those of
+    `paged_attention`.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows : ndarray
+        As for `paged_attention`.
+    dtype : {"float32", "float16", "bfloat16"}
+        The element type of the cache.
+    softmax_scale, sliding_window, soft_cap : float or int, optional
+        As for `paged_attention`.
+
+    Returns
+    -------
+    out : ndarray, shape (num_tokens, num_q_heads, head_dim), float32
+        The result.
+    """
+    batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
+    bits = _SIGNIFICANT_BITS[dtype]
+    return _attention(
+        batch, softmax_scale, sliding_window, soft_cap, np.float32, lambda weights: _round(weights, bits)
+    )[0]
+
+
+def attention_tolerance(reference: Array, same_precision: Array, v: Array, dtype: str) -> float:
+    """Return the largest error that a right kernel may have.
+
+    Twice the error of the same inputs in the same precision, and four roundings of the largest value.
+
+    Parameters
+    ----------
+    reference : ndarray
+        What `paged_attention` returned.
+    same_precision : ndarray
+        What `paged_attention_same_precision` returned.
+    v : ndarray
+        The values that were attended to, without those of unused slots.
+    dtype : {"float32", "float16", "bfloat16"}
+        The element type of the kernel's output.
+
+    Returns
+    -------
+    float
+        Bound on the absolute error of each element.
+    """
+    error = np.abs(same_precision - reference).max(initial=0.0)
+    epsilon = 2.0 ** (1 - _SIGNIFICANT_BITS[dtype])
+    return float(2 * error + 4 * epsilon * np.abs(v).max(initial=0.0))
+
+
+def _attention(
+    batch: tuple[Any, ...],
+    softmax_scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    number: type[np.floating[Any]],
+    round_weights: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows = batch
+    num_tokens, num_q_heads, head_dim = q.shape
+    scale = number(1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale)
+    out = np.zeros((num_tokens, num_q_heads, head_dim), number)
+    lse = np.full((num_tokens, num_q_heads), -np.inf, number)
+    for sequence, length in enumerate(seq_lens):
+        row = np.array([sequence if rows is None else rows[sequence]])
+        k, v = gather_kv(k_cache, v_cache, block_table, np.array([length]), row)
+        # One copy of each KV head per query head that reads it: (length, num_q_heads, head_dim).
+        k = np.repeat(k.astype(number), num_q_heads // k.shape[1], axis=1)
+        v = np.repeat(v.astype(number), num_q_heads // v.shape[1], axis=1)
+        first, last = query_start_loc[sequence], query_start_loc[sequence + 1]
+        for token in range(first, last):
+            position = length - (last - token)
+            start = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            end = max(0, position + 1)
+            if start >= end:
+                continue
+            scores = np.einsum("hd,phd->hp", q[token].astype(number), k[start:end]) * scale
+            if soft_cap is not None:
+                scores = number(soft_cap) * np.tanh(scores / number(soft_cap))
+            largest = scores.max(axis=1, keepdims=True)
+            weights = np.exp(scores - largest)
+            total = weights.sum(axis=1, keepdims=True)
+            out[token] = np.einsum("hp,phd->hd", round_weights(weights), v[start:end]) / total
+            lse[token] = (largest + np.log(total))[:, 0]
+    return out, lse
+
+
+def _round(values: Array, significant_bits: int) -> Array:
+    """Round to so many significant bits, ties to even; the exponent keeps its range."""
+    fraction, exponent = np.frexp(values)
+    return np.ldexp(np.rint(np.ldexp(fraction, significant_bits)), exponent - significant_bits).astype(values.dtype)

@@ -1,0 +1,97 @@
+"""Cache operations, one token or one block at a time."""
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def append_kv(k: Array, v: Array, k_cache: Array, v_cache: Array, slot_mapping: Array) -> None:
+    """Write keys and values of new tokens into their slots.
+
+    Parameters
+    ----------
+    k, v : ndarray, shape (num_tokens, num_kv_heads, head_dim)
+        One row per token.
+    k_cache, v_cache : ndarray, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache; modified.
+    slot_mapping : ndarray, shape (num_tokens,)
+        ``block * block_size + offset`` of each token; -1 is skipped.
+
+    Examples
+    --------
+    >>> k, cache = np.ones((2, 1, 8)), np.zeros((3, 1, 4, 8))
+    >>> append_kv(k, k, cache, cache, np.array([5, -1]))
+    >>> np.argwhere(cache[:, 0, :, 0]).tolist()
+    [[1, 1]]
+    """
+    block_size = k_cache.shape[2]
+    for token, slot in enumerate(slot_mapping):
+        if slot == -1:
+            continue
+        block, offset = divmod(int(slot), block_size)
+        k_cache[block, :, offset] = k[token]
+        v_cache[block, :, offset] = v[token]
+
+
+def copy_blocks(pool: Array, pairs: Array) -> None:
+    """Copy whole blocks over all layers.
+
+    Parameters
+    ----------
+    pool : ndarray, shape (num_blocks, ...)
+        The pool; modified.
+    pairs : ndarray, shape (k, 2)
+        Source and destination blocks.
+
+    Examples
+    --------
+    >>> pool = np.arange(4.0)
+    >>> copy_blocks(pool, np.array([[3, 0]]))
+    >>> pool.tolist()
+    [3.0, 1.0, 2.0, 3.0]
+    """
+    for source, destination in pairs:
+        pool[destination] = pool[source]
+
+
+def gather_kv(
+    k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, rows: Array | None = None
+) -> tuple[Array, Array]:
+    """Collect the keys and values of whole sequences, one sequence after another.
+
+    Parameters
+    ----------
+    k_cache, v_cache : ndarray, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache.
+    block_table : ndarray, shape (num_rows, max_blocks_per_seq)
+        Block ids.
+    seq_lens : ndarray, shape (num_seqs,)
+        How many tokens of each sequence.
+    rows : ndarray, shape (num_seqs,), optional
+        The row of the table of each sequence; by default sequence ``s`` has row ``s``.
+
+    Returns
+    -------
+    k, v : ndarray, shape (sum(seq_lens), num_kv_heads, head_dim)
+        Copies.
+
+    Examples
+    --------
+    >>> cache = np.arange(6.0).reshape(3, 1, 2, 1)
+    >>> gather_kv(cache, cache, np.array([[2, 1]]), np.array([3]))[0].ravel().tolist()
+    [4.0, 5.0, 2.0]
+    """
+    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    k = np.empty((int(np.sum(seq_lens)), num_kv_heads, head_dim), k_cache.dtype)
+    v = np.empty_like(k, dtype=v_cache.dtype)
+    token = 0
+    for sequence, length in enumerate(seq_lens):
+        row = block_table[sequence if rows is None else rows[sequence]]
+        for position in range(int(length)):
+            block, offset = row[position // block_size], position % block_size
+            k[token] = k_cache[block, :, offset]
+            v[token] = v_cache[block, :, offset]
+            token += 1
+    return k, v
