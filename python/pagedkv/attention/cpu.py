@@ -1,11 +1,9 @@
 """Attention on the CPU: makes the outputs and calls `_core`, which checks every argument."""
 
-import sys
 from typing import Any
 
-import numpy as np
-
 from pagedkv import _core
+from pagedkv.kv_cache.memory import make_like
 
 
 def paged_attention(
@@ -25,8 +23,8 @@ def paged_attention(
 ) -> Any:
     """Compute attention; see `pagedkv.paged_attention`."""
     if out is None:
-        out = _like(q)
-    lse = _lse_like(q) if return_lse else None
+        out = make_like("out", q, q.shape)
+    lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
     _core.paged_attention(
         q,
         k_cache,
@@ -42,19 +40,3 @@ def paged_attention(
         soft_cap=soft_cap,
     )
     return (out, lse) if return_lse else out
-
-
-def _like(q: Any) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if isinstance(q, np.ndarray):
-        return np.empty(q.shape, q.dtype)
-    raise TypeError(f"out: expected an array, because q is neither torch's nor NumPy's, found None and {type(q)}")
-
-
-def _lse_like(q: Any) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(q, torch.Tensor):
-        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return np.empty(q.shape[:2], np.float32)

@@ -158,9 +158,7 @@ impl BlockPool {
                 }
                 Err(error) => error,
             };
-            blocks[..i]
-                .iter()
-                .for_each(|taken| self.blocks[taken.index()].ref_count += 1);
+            blocks[..i].iter().for_each(|taken| self.blocks[taken.index()].ref_count += 1);
             return Err(refused);
         }
         for &block in blocks {
@@ -201,10 +199,7 @@ impl BlockPool {
 
     /// The oldest plan in flight for whose end blocks wait.
     pub(crate) fn first_fencing_plan(&self) -> Option<PlanId> {
-        self.fenced
-            .iter()
-            .find(|(_, waiting)| waiting.len() > 0)
-            .map(|&(plan, _)| plan)
+        self.fenced.iter().find(|(_, waiting)| waiting.len() > 0).map(|&(plan, _)| plan)
     }
 
     pub(crate) fn begin_plan(&mut self) -> PlanId {
@@ -232,10 +227,7 @@ impl BlockPool {
     pub(crate) fn allocate_one(&mut self) -> BlockId {
         self.stamp += 1;
         let block = self.free.pop_front(&mut self.blocks).unwrap_or_else(|| {
-            let block = self
-                .cached
-                .pop_front(&mut self.blocks)
-                .expect("the caller counted the available blocks");
+            let block = self.cached.pop_front(&mut self.blocks).expect("the caller counted the available blocks");
             self.forget(block);
             self.num_evictions += 1;
             block
@@ -270,11 +262,7 @@ impl BlockPool {
     /// newest plan in flight that names it through any.
     pub(crate) fn release(&mut self, block: BlockId, named_by: Option<PlanId>) -> Option<PlanId> {
         let record = &mut self.blocks[block.index()];
-        assert!(
-            record.ref_count > 0,
-            "law 2 is broken: block {} has no holder to release it",
-            block.get()
-        );
+        assert!(record.ref_count > 0, "law 2 is broken: block {} has no holder to release it", block.get());
         record.ref_count -= 1;
         record.fence = record.fence.max(named_by.unwrap_or_default());
         let (fence, is_last) = (record.fence, record.ref_count == 0);
@@ -336,11 +324,7 @@ impl BlockPool {
 
     pub(crate) fn check(&self, block: BlockId) -> Result<()> {
         let last = self.num_blocks() - 1;
-        if (1..=last).contains(&block.get()) {
-            Ok(())
-        } else {
-            Err(Error::UnknownBlock { block, last })
-        }
+        if (1..=last).contains(&block.get()) { Ok(()) } else { Err(Error::UnknownBlock { block, last }) }
     }
 
     /// The last holder is gone.

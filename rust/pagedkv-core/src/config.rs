@@ -74,11 +74,7 @@ impl CacheConfig {
         in_range("num_blocks", self.num_blocks, 2)?;
         in_range("block_size", self.block_size, 1)?;
         if u64::from(self.num_blocks) * u64::from(self.block_size) > i64::MAX as u64 {
-            return invalid(
-                "num_blocks",
-                "num_blocks x block_size to fit in 63 bits",
-                self.num_blocks,
-            );
+            return invalid("num_blocks", "num_blocks x block_size to fit in 63 bits", self.num_blocks);
         }
         if self.groups.len() > 1 {
             return Err(Error::Unsupported(format!(
@@ -116,9 +112,7 @@ impl std::str::FromStr for Policy {
     fn from_str(name: &str) -> Result<Self> {
         match name {
             "fcfs" => Ok(Self::Fcfs),
-            _ => Err(Error::Unsupported(format!(
-                "policy {name:?}: this version schedules by \"fcfs\""
-            ))),
+            _ => Err(Error::Unsupported(format!("policy {name:?}: this version schedules by \"fcfs\""))),
         }
     }
 }
@@ -168,19 +162,12 @@ impl SchedulerConfig {
             return invalid("watermark", "a share in [0, 1)", self.watermark);
         }
         if self.lookahead != 0 {
-            return Err(Error::Unsupported(format!(
-                "lookahead {}: draft tokens",
-                self.lookahead
-            )));
+            return Err(Error::Unsupported(format!("lookahead {}: draft tokens", self.lookahead)));
         }
         Ok(())
     }
 }
 
 fn in_range(argument: &'static str, value: u32, least: u32) -> Result<()> {
-    if (least..LIMIT).contains(&value) {
-        Ok(())
-    } else {
-        invalid(argument, format!("{least} to {}", LIMIT - 1), value)
-    }
+    if (least..LIMIT).contains(&value) { Ok(()) } else { invalid(argument, format!("{least} to {}", LIMIT - 1), value) }
 }

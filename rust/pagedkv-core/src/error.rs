@@ -75,10 +75,10 @@ pub enum Error {
 /// The result of a call that can be refused.
 pub type Result<T> = std::result::Result<T, Error>;
 
-pub(crate) fn invalid<T>(argument: &'static str, expected: impl Into<String>, found: impl ToString) -> Result<T> {
-    Err(Error::InvalidArgument {
-        argument,
-        expected: expected.into(),
-        found: found.to_string(),
-    })
+pub(crate) fn invalid<T>(
+    argument: &'static str,
+    expected: impl Into<String>,
+    found: impl std::fmt::Display,
+) -> Result<T> {
+    Err(Error::InvalidArgument { argument, expected: expected.into(), found: format!("{found}") })
 }

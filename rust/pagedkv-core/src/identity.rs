@@ -37,10 +37,7 @@ impl Identity {
     /// The offset of the block within its image is part of it: the same placeholder tokens may stand for different
     /// parts of one image.
     pub(crate) fn encode_block(&self, start: u32, end: u32, key: &mut Vec<u8>) {
-        let overlapping = self
-            .images
-            .iter()
-            .filter(|image| image.start < end && start < image.start + image.len);
+        let overlapping = self.images.iter().filter(|image| image.start < end && start < image.start + image.len);
         for image in overlapping {
             key.extend_from_slice(&(i64::from(image.start) - i64::from(start)).to_le_bytes());
             key.extend_from_slice(&image.len.to_le_bytes());
@@ -59,10 +56,7 @@ pub(crate) struct Tokens {
 
 impl Tokens {
     pub(crate) fn new(shared: Arc<[i32]>) -> Self {
-        Self {
-            shared,
-            tail: Vec::new(),
-        }
+        Self { shared, tail: Vec::new() }
     }
 
     pub(crate) fn len(&self) -> u32 {

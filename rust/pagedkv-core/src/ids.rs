@@ -88,9 +88,6 @@ impl SequenceId {
 
     /// The inverse of [`Self::to_bits`].
     pub const fn from_bits(bits: u64) -> Self {
-        Self {
-            index: bits as u32,
-            generation: (bits >> 32) as u32,
-        }
+        Self { index: bits as u32, generation: (bits >> 32) as u32 }
     }
 }

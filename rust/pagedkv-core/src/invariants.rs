@@ -17,11 +17,7 @@ pub struct BrokenLaw {
 type Check = Result<(), BrokenLaw>;
 
 fn require(holds: bool, law: u8, what: impl FnOnce() -> String) -> Check {
-    if holds {
-        Ok(())
-    } else {
-        Err(BrokenLaw { law, what: what() })
-    }
+    if holds { Ok(()) } else { Err(BrokenLaw { law, what: what() }) }
 }
 
 impl KVCacheManager {
@@ -49,20 +45,12 @@ impl KVCacheManager {
         let mut place = vec![None; pool.blocks.len()];
         let mut put = |block: BlockId, state| {
             let twice = place[block.index()].replace(state).is_some();
-            require(!twice && block != NULL_BLOCK, 1, || {
-                format!("block {} is in two lists", block.get())
-            })
+            require(!twice && block != NULL_BLOCK, 1, || format!("block {} is in two lists", block.get()))
         };
-        pool.free
-            .iter(&pool.blocks)
-            .try_for_each(|block| put(block, BlockState::Free))?;
-        pool.cached
-            .iter(&pool.blocks)
-            .try_for_each(|block| put(block, BlockState::Cached))?;
+        pool.free.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Free))?;
+        pool.cached.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Cached))?;
         for (_, waiting) in &pool.fenced {
-            waiting
-                .iter(&pool.blocks)
-                .try_for_each(|block| put(block, BlockState::Fenced))?;
+            waiting.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
         }
         let mut held = 0;
         for (index, (record, place)) in pool.blocks.iter().zip(&place).enumerate().skip(1) {
@@ -72,12 +60,8 @@ impl KVCacheManager {
             })?;
             held += u32::from(state == BlockState::Held);
         }
-        require(held == pool.num_held(), 1, || {
-            format!("{held} blocks are held, {} are counted", pool.num_held())
-        })?;
-        require(pool.blocks[0].state == BlockState::Null, 1, || {
-            "the null block was handed out".into()
-        })
+        require(held == pool.num_held(), 1, || format!("{held} blocks are held, {} are counted", pool.num_held()))?;
+        require(pool.blocks[0].state == BlockState::Null, 1, || "the null block was handed out".into())
     }
 
     /// Law 2: the reference count is the number of table entries; the evictable ones are cached, committed and unfenced.
@@ -88,10 +72,7 @@ impl KVCacheManager {
         }
         for (index, (record, &holders)) in self.pool.blocks.iter().zip(&holders).enumerate().skip(1) {
             require(record.ref_count == holders, 2, || {
-                format!(
-                    "block {index} counts {} holders, tables have {holders}",
-                    record.ref_count
-                )
+                format!("block {index} counts {} holders, tables have {holders}", record.ref_count)
             })?;
             require((record.state == BlockState::Held) == (holders > 0), 2, || {
                 format!("block {index} is {:?} with {holders} holders", record.state)
@@ -112,27 +93,16 @@ impl KVCacheManager {
             for block in pool.prefixes.blocks_of(&pool.blocks, node) {
                 listed[block.index()] = true;
                 let names_it = pool.blocks[block.index()].node == node;
-                require(names_it, 3, || {
-                    format!("block {} is listed by a node that it does not name", block.get())
-                })?;
+                require(names_it, 3, || format!("block {} is listed by a node that it does not name", block.get()))?;
             }
         }
         for (index, record) in pool.blocks.iter().enumerate() {
             let on_node = record.node != NO_NODE;
-            require(on_node == listed[index], 3, || {
-                format!("block {index} names a node that does not list it")
-            })?;
-            require(on_node || !record.committed, 3, || {
-                format!("block {index} is public without a node")
-            })?;
+            require(on_node == listed[index], 3, || format!("block {index} names a node that does not list it"))?;
+            require(on_node || !record.committed, 3, || format!("block {index} is public without a node"))?;
             if on_node && !record.committed {
-                let filling = self
-                    .plans
-                    .iter()
-                    .any(|plan| plan.fills.contains(&BlockId::new(index as u32)));
-                require(filling, 3, || {
-                    format!("block {index} waits for tokens that no plan computes")
-                })?;
+                let filling = self.plans.iter().any(|plan| plan.fills.contains(&BlockId::new(index as u32)));
+                require(filling, 3, || format!("block {index} waits for tokens that no plan computes"))?;
             }
         }
         Ok(())
@@ -145,19 +115,14 @@ impl KVCacheManager {
             let (mut node, mut scratch) = (sequence.path, Vec::new());
             for column in (0..sequence.path_len).rev() {
                 let (start, end) = (column * self.block_size, (column + 1) * self.block_size);
-                let same = sequence
-                    .tokens
-                    .with_range(start, end, &mut scratch, |tokens| tokens == prefixes.tokens(node));
+                let same =
+                    sequence.tokens.with_range(start, end, &mut scratch, |tokens| tokens == prefixes.tokens(node));
                 let block = sequence.table[column as usize];
                 let on_it = self.pool.blocks[block.index()].node == node;
-                require(same && on_it, 3, || {
-                    format!("block {} is not what its sequence holds it for", block.get())
-                })?;
+                require(same && on_it, 3, || format!("block {} is not what its sequence holds it for", block.get()))?;
                 node = prefixes.node(node).parent;
             }
-            require(node == sequence.root, 3, || {
-                "a sequence's path does not start at its root".into()
-            })?;
+            require(node == sequence.root, 3, || "a sequence's path does not start at its root".into())?;
         }
         Ok(())
     }
@@ -170,9 +135,7 @@ impl KVCacheManager {
                 format!("{} blocks for {} tokens", sequence.table.len(), sequence.num_scheduled)
             })?;
             let order = sequence.num_computed <= sequence.num_scheduled;
-            require(order, 5, || {
-                format!("{} tokens computed, fewer scheduled", sequence.num_computed)
-            })?;
+            require(order, 5, || format!("{} tokens computed, fewer scheduled", sequence.num_computed))?;
         }
         Ok(())
     }
@@ -190,18 +153,11 @@ impl KVCacheManager {
                 }
             }
         }
-        for (index, sequence) in self
-            .sequences
-            .iter()
-            .enumerate()
-            .filter(|(_, sequence)| sequence.is_live)
-        {
+        for (index, sequence) in self.sequences.iter().enumerate().filter(|(_, sequence)| sequence.is_live) {
             for (column, &block) in sequence.table.iter().enumerate() {
                 let writer = writer[block.index()];
                 let allowed = writer == usize::MAX || writer == index || column < sequence.path_len as usize;
-                require(allowed, 6, || {
-                    format!("block {} is written under another holder", block.get())
-                })?;
+                require(allowed, 6, || format!("block {} is written under another holder", block.get()))?;
             }
         }
         Ok(())
@@ -211,32 +167,19 @@ impl KVCacheManager {
     fn prefixes_outlive_what_continues_them(&self) -> Check {
         let pool = &self.pool;
         let mut position = vec![usize::MAX; pool.blocks.len()];
-        pool.cached
-            .iter(&pool.blocks)
-            .enumerate()
-            .for_each(|(at, block)| position[block.index()] = at);
-        let goes_last = |node| {
-            pool.prefixes
-                .blocks_of(&pool.blocks, node)
-                .map(|block| position[block.index()])
-                .max()
-        };
+        pool.cached.iter(&pool.blocks).enumerate().for_each(|(at, block)| position[block.index()] = at);
+        let goes_last = |node| pool.prefixes.blocks_of(&pool.blocks, node).map(|block| position[block.index()]).max();
         for (node, record) in pool.prefixes.live_nodes() {
             let parent = record.parent;
             if parent == NO_NODE || pool.prefixes.node(parent).parent == NO_NODE {
                 continue;
             }
-            let evictable = pool
-                .prefixes
-                .blocks_of(&pool.blocks, node)
-                .map(|block| position[block.index()]);
+            let evictable = pool.prefixes.blocks_of(&pool.blocks, node).map(|block| position[block.index()]);
             let Some(last) = evictable.filter(|&at| at != usize::MAX).max() else {
                 continue;
             };
             let kept = goes_last(parent).is_some_and(|parent_last| parent_last > last);
-            require(kept, 7, || {
-                format!("the parent of node {} is evicted before it", node.0)
-            })?;
+            require(kept, 7, || format!("the parent of node {} is evicted before it", node.0))?;
         }
         Ok(())
     }
@@ -245,21 +188,16 @@ impl KVCacheManager {
     fn tree_is_consistent(&self) -> Check {
         let prefixes = &self.pool.prefixes;
         let mut children = std::collections::BTreeMap::<u32, u32>::new();
-        self.live()
-            .for_each(|sequence| *children.entry(sequence.root.0).or_default() += 1);
+        self.live().for_each(|sequence| *children.entry(sequence.root.0).or_default() += 1);
         let mut count = 0;
         for (node, record) in prefixes.live_nodes() {
             count += 1;
             if record.parent != NO_NODE {
                 *children.entry(record.parent.0).or_default() += 1;
             }
-            require(prefixes.is_indexed(node), 3, || {
-                format!("node {} is not in the index", node.0)
-            })?;
+            require(prefixes.is_indexed(node), 3, || format!("node {} is not in the index", node.0))?;
         }
-        require(count == prefixes.num_nodes(), 3, || {
-            format!("{count} nodes live, {} are kept", prefixes.num_nodes())
-        })?;
+        require(count == prefixes.num_nodes(), 3, || format!("{count} nodes live, {} are kept", prefixes.num_nodes()))?;
         for (node, record) in prefixes.live_nodes() {
             let counted = children.get(&node.0).copied().unwrap_or(0);
             require(record.num_children == counted, 3, || {

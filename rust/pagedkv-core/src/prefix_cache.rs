@@ -128,17 +128,12 @@ impl PrefixCache {
             return None;
         }
         let hash = self.hash(parent, tokens, extra, &mut Vec::new());
-        self.index
-            .find(hash, |&node| self.is_child(node, parent, tokens, extra))
-            .copied()
+        self.index.find(hash, |&node| self.is_child(node, parent, tokens, extra)).copied()
     }
 
     /// The child of `parent` with these tokens, interned now if it was not, and remembered as the last to continue it.
     pub(crate) fn intern(&mut self, parent: NodeId, tokens: &[i32], extra: &[u8]) -> NodeId {
-        let found = self
-            .extras
-            .find(extra)
-            .and_then(|extra| self.child(parent, tokens, extra));
+        let found = self.extras.find(extra).and_then(|extra| self.child(parent, tokens, extra));
         let node = found.unwrap_or_else(|| self.insert(parent, tokens, extra));
         self.nodes[parent.index()].last_child = node;
         node
@@ -152,11 +147,7 @@ impl PrefixCache {
     pub(crate) fn attach(&mut self, blocks: &mut [Block], block: BlockId, node: NodeId) {
         let first = std::mem::replace(&mut self.nodes[node.index()].first_block, block);
         let record = &mut blocks[block.index()];
-        assert!(
-            record.node == NO_NODE,
-            "law 3 is broken: block {} joins a second node",
-            block.get()
-        );
+        assert!(record.node == NO_NODE, "law 3 is broken: block {} joins a second node", block.get());
         record.node = node;
         record.committed = false;
         record.twin_prev = NULL_BLOCK;
@@ -192,10 +183,8 @@ impl PrefixCache {
     }
 
     pub(crate) fn blocks_of<'a>(&self, blocks: &'a [Block], node: NodeId) -> impl Iterator<Item = BlockId> + use<'a> {
-        std::iter::successors(Some(self.nodes[node.index()].first_block), |id| {
-            Some(blocks[id.index()].twin_next)
-        })
-        .take_while(|&id| id != NULL_BLOCK)
+        std::iter::successors(Some(self.nodes[node.index()].first_block), |id| Some(blocks[id.index()].twin_next))
+            .take_while(|&id| id != NULL_BLOCK)
     }
 
     /// Forgets the roots. Blocks of the old generation are the caller's to free.
@@ -208,10 +197,7 @@ impl PrefixCache {
     /// Every node in use with its parent, for the integrity check.
     pub(crate) fn live_nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
         let live = |node: &Node| node.num_children > 0 || node.first_block != NULL_BLOCK;
-        (1..self.nodes.len() as u32)
-            .map(NodeId)
-            .map(|id| (id, self.node(id)))
-            .filter(move |(_, node)| live(node))
+        (1..self.nodes.len() as u32).map(NodeId).map(|id| (id, self.node(id))).filter(move |(_, node)| live(node))
     }
 
     /// Whether the index finds `node` under its own key.
@@ -243,18 +229,8 @@ impl PrefixCache {
     }
 
     fn new_node(&mut self, parent: NodeId, extra: u32, hash: u64) -> NodeId {
-        let generation = if parent == NO_NODE {
-            self.generation
-        } else {
-            self.nodes[parent.index()].generation
-        };
-        let node = Node {
-            parent,
-            extra,
-            generation,
-            hash,
-            ..Node::default()
-        };
+        let generation = if parent == NO_NODE { self.generation } else { self.nodes[parent.index()].generation };
+        let node = Node { parent, extra, generation, hash, ..Node::default() };
         if let Some(id) = self.free_nodes.pop() {
             self.nodes[id.index()] = node;
             return id;
@@ -268,14 +244,7 @@ impl PrefixCache {
     /// Removes `node`, then its parents, as far as nothing keeps them.
     fn collect(&mut self, mut node: NodeId) {
         while node != NO_NODE {
-            let Node {
-                parent,
-                num_children,
-                first_block,
-                hash,
-                extra,
-                ..
-            } = self.nodes[node.index()];
+            let Node { parent, num_children, first_block, hash, extra, .. } = self.nodes[node.index()];
             if num_children > 0 || first_block != NULL_BLOCK {
                 return;
             }
@@ -335,11 +304,7 @@ struct ExtraKeys {
 
 impl ExtraKeys {
     fn find(&self, key: &[u8]) -> Option<u32> {
-        if key.is_empty() {
-            Some(0)
-        } else {
-            self.ids.get(key).copied()
-        }
+        if key.is_empty() { Some(0) } else { self.ids.get(key).copied() }
     }
 
     fn intern(&mut self, key: &[u8]) -> u32 {

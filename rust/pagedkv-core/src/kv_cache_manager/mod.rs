@@ -243,9 +243,7 @@ impl KVCacheManager {
             sequence.identity.encode_block(start, end, &mut key);
             let prefixes = &self.pool.prefixes;
             let child = prefixes.find_extra(&key).and_then(|extra| {
-                sequence.tokens.with_range(start, end, &mut scratch, |tokens| {
-                    prefixes.child(found.node, tokens, extra)
-                })
+                sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(found.node, tokens, extra))
             });
             let Some(child) = child else { break };
             let Some(block) = prefixes.usable_block(&self.pool.blocks, child) else {
@@ -264,13 +262,7 @@ impl KVCacheManager {
     }
 
     pub(crate) fn fork_at(&mut self, index: usize) -> SequenceId {
-        let Sequence {
-            root,
-            uses_cache,
-            ref tokens,
-            ref identity,
-            ..
-        } = self.sequences[index];
+        let Sequence { root, uses_cache, ref tokens, ref identity, .. } = self.sequences[index];
         let (tokens, identity) = (tokens.clone(), identity.clone());
         self.pool.prefixes.hold(root);
         let child = self.insert(tokens, identity, uses_cache, root);
@@ -280,10 +272,7 @@ impl KVCacheManager {
 
     /// Gives a sequence without blocks all that `from` holds; the caller knows that their tokens so far are the same.
     pub(crate) fn adopt(&mut self, index: usize, from: usize) {
-        let [source, target] = self
-            .sequences
-            .get_disjoint_mut([from, index])
-            .expect("two live sequences");
+        let [source, target] = self.sequences.get_disjoint_mut([from, index]).expect("two live sequences");
         source.table.iter().for_each(|&block| self.pool.hold(block));
         target.table.clone_from(&source.table);
         target.num_computed = source.num_computed;
@@ -291,19 +280,14 @@ impl KVCacheManager {
         source.tail_may_be_shared = true;
         target.tail_may_be_shared = true;
         self.pool.prefixes.hold(source.root);
-        self.pool
-            .prefixes
-            .release_root(std::mem::replace(&mut target.root, source.root));
+        self.pool.prefixes.release_root(std::mem::replace(&mut target.root, source.root));
         target.path = source.path;
         target.path_len = source.path_len;
     }
 
     /// Exchanges the tokens of two sequences; the caller knows that all that is scheduled of either is the same in both.
     pub(crate) fn swap_tokens(&mut self, index: usize, other: usize) {
-        let [one, other] = self
-            .sequences
-            .get_disjoint_mut([index, other])
-            .expect("two live sequences");
+        let [one, other] = self.sequences.get_disjoint_mut([index, other]).expect("two live sequences");
         std::mem::swap(&mut one.tokens, &mut other.tokens);
     }
 
@@ -317,9 +301,7 @@ impl KVCacheManager {
         sequence.epoch += 1;
         sequence.tail_may_be_shared = false;
         let root = self.pool.hold_root(&sequence.identity.root);
-        self.pool
-            .prefixes
-            .release_root(std::mem::replace(&mut sequence.root, root));
+        self.pool.prefixes.release_root(std::mem::replace(&mut sequence.root, root));
         sequence.path = root;
         before - self.pool.num_held()
     }
@@ -359,9 +341,8 @@ impl KVCacheManager {
     fn insert(&mut self, tokens: Tokens, identity: Arc<Identity>, uses_cache: bool, root: NodeId) -> SequenceId {
         let index = self.vacant.pop().unwrap_or(self.sequences.len() as u32);
         let recycled = self.sequences.get_mut(index as usize);
-        let (table, epoch, generation) = recycled
-            .map(|old| (std::mem::take(&mut old.table), old.epoch, old.generation))
-            .unwrap_or_default();
+        let (table, epoch, generation) =
+            recycled.map(|old| (std::mem::take(&mut old.table), old.epoch, old.generation)).unwrap_or_default();
         let sequence = Sequence {
             table,
             tokens,
@@ -388,20 +369,14 @@ impl KVCacheManager {
 
     fn find(&self, id: SequenceId) -> Result<usize> {
         let index = id.index as usize;
-        let found = self
-            .sequences
-            .get(index)
-            .filter(|sequence| sequence.is_live && sequence.generation == id.generation);
+        let found =
+            self.sequences.get(index).filter(|sequence| sequence.is_live && sequence.generation == id.generation);
         found.map(|_| index).ok_or(Error::UnknownSequence(id.to_bits()))
     }
 
     fn find_idle(&self, id: SequenceId) -> Result<usize> {
         let index = self.find(id)?;
-        if self.sequences[index].in_flight.is_empty() {
-            Ok(index)
-        } else {
-            Err(Error::SequenceInFlight(id.to_bits()))
-        }
+        if self.sequences[index].in_flight.is_empty() { Ok(index) } else { Err(Error::SequenceInFlight(id.to_bits())) }
     }
 }
 
@@ -410,11 +385,7 @@ pub(crate) fn check_identity(identity: &Identity) -> Result<()> {
     for image in &identity.images {
         if image.start < end || image.len == 0 || image.start.checked_add(image.len).is_none() {
             let expected = "spans of at least one position, ascending, not overlapping";
-            return invalid(
-                "image_spans",
-                expected,
-                format!("start {}, length {}", image.start, image.len),
-            );
+            return invalid("image_spans", expected, format!("start {}, length {}", image.start, image.len));
         }
         end = image.start + image.len;
     }

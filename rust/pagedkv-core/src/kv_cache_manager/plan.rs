@@ -65,11 +65,7 @@ impl KVCacheManager {
     /// Opens a plan. Growth goes to the newest plan.
     pub fn begin_plan(&mut self) -> PlanId {
         let id = self.pool.begin_plan();
-        let mut record = self.spare_records.pop().unwrap_or(PlanRecord {
-            id,
-            growths: Vec::new(),
-            fills: Vec::new(),
-        });
+        let mut record = self.spare_records.pop().unwrap_or(PlanRecord { id, growths: Vec::new(), fills: Vec::new() });
         record.id = id;
         self.plans.push_back(record);
         id
@@ -100,11 +96,7 @@ impl KVCacheManager {
             return Err(Error::StaleComputedBlocks);
         }
         let start = self.sequences[index].num_scheduled + computed.num_tokens;
-        if num_new_tokens == 0
-            || start
-                .checked_add(num_new_tokens)
-                .is_none_or(|end| end > i32::MAX as u32)
-        {
+        if num_new_tokens == 0 || start.checked_add(num_new_tokens).is_none_or(|end| end > i32::MAX as u32) {
             return invalid("num_new_tokens", "at least 1, and a length below 2^31", num_new_tokens);
         }
         if self.blocks_needed(index, num_new_tokens, computed) > self.pool.num_available() {
@@ -117,10 +109,7 @@ impl KVCacheManager {
             i64::from(block.get()) * i64::from(self.block_size) + i64::from(position % self.block_size)
         };
         let slot_mapping = (start..start + num_new_tokens).map(slot).collect();
-        Ok(Some(AllocatedSlots {
-            slot_mapping,
-            copy: extension.copy,
-        }))
+        Ok(Some(AllocatedSlots { slot_mapping, copy: extension.copy }))
     }
 
     /// Ends the oldest plan: its tokens are computed and the blocks that they filled are public.
@@ -134,11 +123,7 @@ impl KVCacheManager {
             let sequence = &mut self.sequences[growth.sequence as usize];
             if sequence.epoch == growth.epoch {
                 sequence.num_computed = growth.after;
-                if sequence
-                    .in_flight
-                    .first()
-                    .is_some_and(|&(named_by, _)| named_by == plan)
-                {
+                if sequence.in_flight.first().is_some_and(|&(named_by, _)| named_by == plan) {
                     sequence.in_flight.remove(0);
                 }
             }
@@ -156,11 +141,7 @@ impl KVCacheManager {
     /// # Errors
     /// [`Error::PlanNotInFlight`].
     pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
-        let keep = self
-            .plans
-            .iter()
-            .position(|record| record.id == plan)
-            .ok_or(Error::PlanNotInFlight(plan))?;
+        let keep = self.plans.iter().position(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         while self.plans.len() > keep {
             let mut record = self.plans.pop_back().expect("there are more plans than are kept");
             self.undo(&mut record);
@@ -176,11 +157,7 @@ impl KVCacheManager {
         let end = sequence.num_scheduled + computed.num_tokens + num_new_tokens;
         let have = (sequence.table.len() + computed.blocks.len()) as u32;
         let new = end.div_ceil(self.block_size).saturating_sub(have);
-        let evictable = computed
-            .blocks
-            .iter()
-            .filter(|&&block| self.pool.is_evictable(block))
-            .count() as u32;
+        let evictable = computed.blocks.iter().filter(|&&block| self.pool.is_evictable(block)).count() as u32;
         new + evictable + u32::from(self.tail_to_copy(index).is_some())
     }
 
@@ -209,14 +186,7 @@ impl KVCacheManager {
             Some(last) if last.0 == plan => last.1 = after,
             _ => sequence.in_flight.push((plan, after)),
         }
-        let growth = Growth {
-            sequence: index as u32,
-            epoch: sequence.epoch,
-            before,
-            start,
-            after,
-            copy,
-        };
+        let growth = Growth { sequence: index as u32, epoch: sequence.epoch, before, start, after, copy };
         self.plans.back_mut().expect("a plan is open").growths.push(growth);
         self.register_filled(index);
         Extension { copy, first_new_column }
@@ -238,21 +208,16 @@ impl KVCacheManager {
             let mut key = Vec::new();
             sequence.identity.encode_block(end - block_size, end, &mut key);
             let prefixes = &mut self.pool.prefixes;
-            let node = sequence
-                .tokens
-                .with_range(end - block_size, end, &mut self.scratch, |tokens| {
-                    prefixes.intern(sequence.path, tokens, &key)
-                });
+            let node = sequence.tokens.with_range(end - block_size, end, &mut self.scratch, |tokens| {
+                prefixes.intern(sequence.path, tokens, &key)
+            });
             self.pool.attach(block, node);
             sequence.path = node;
             sequence.path_len += 1;
             match sequence.in_flight.iter().find(|&&(_, after)| end <= after) {
                 Some(&(plan, _)) if end > sequence.num_computed => {
                     let filling = self.plans.iter_mut().find(|record| record.id == plan);
-                    filling
-                        .expect("a plan that names the sequence is in flight")
-                        .fills
-                        .push(block);
+                    filling.expect("a plan that names the sequence is in flight").fills.push(block);
                 }
                 _ => self.pool.publish(block),
             }
@@ -262,7 +227,7 @@ impl KVCacheManager {
     /// The block into which the next token goes, if it must be copied first.
     fn tail_to_copy(&self, index: usize) -> Option<BlockId> {
         let sequence = &self.sequences[index];
-        if !sequence.tail_may_be_shared || sequence.num_scheduled % self.block_size == 0 {
+        if !sequence.tail_may_be_shared || sequence.num_scheduled.is_multiple_of(self.block_size) {
             return None;
         }
         let tail = sequence.table[(sequence.num_scheduled / self.block_size) as usize];
@@ -317,10 +282,9 @@ impl KVCacheManager {
     fn check_oldest(&self, plan: PlanId) -> Result<()> {
         match self.plans.front() {
             Some(record) if record.id == plan => Ok(()),
-            Some(record) if self.pool.is_in_flight(plan) => Err(Error::PlanOutOfOrder {
-                found: plan,
-                oldest: record.id,
-            }),
+            Some(record) if self.pool.is_in_flight(plan) => {
+                Err(Error::PlanOutOfOrder { found: plan, oldest: record.id })
+            }
             _ => Err(Error::PlanNotInFlight(plan)),
         }
     }

@@ -36,12 +36,7 @@ impl Scheduler {
         let stage = if num_live > 1 { Stage::Prompt } else { Stage::Apart };
         let target = match stage {
             Stage::Prompt => request.prompt_len(),
-            _ => self
-                .manager
-                .sequence(index)
-                .tokens
-                .len()
-                .min(request.prompt_len() + request.max_tokens - 1),
+            _ => self.manager.sequence(index).tokens.len().min(request.prompt_len() + request.max_tokens - 1),
         };
         let want = Want { target, known: target };
         self.find_hits(index, want, hits);
@@ -52,18 +47,12 @@ impl Scheduler {
         }
         self.waiting.pop_first();
         let handle = self.request(slot).handle;
-        let at = self
-            .running
-            .partition_point(|&other| self.request(other).handle < handle);
+        let at = self.running.partition_point(|&other| self.request(other).handle < handle);
         self.running.insert(at, slot);
         self.take_seats(slot, leader);
         self.request_mut(slot).stage = stage;
         self.extend(pass, slot, leader, num_new, want, hits);
-        pass.record
-            .entries
-            .last_mut()
-            .expect("the admission was just added")
-            .is_admission = true;
+        pass.record.entries.last_mut().expect("the admission was just added").is_admission = true;
         let columns = target.div_ceil(self.manager.block_size);
         pass.claimed += columns.saturating_sub(self.manager.sequence(index).table.len() as u32);
         true

@@ -18,11 +18,7 @@ impl Scheduler {
         let (updates, changes) = self.announce(&mut record);
         let mut encoded = Vec::new();
         encode_changes(&changes, &mut encoded);
-        let blocked_on = if record.entries.is_empty() {
-            self.blocking_plan()
-        } else {
-            None
-        };
+        let blocked_on = if record.entries.is_empty() { self.blocking_plan() } else { None };
         let sizes = Header {
             plan_id: record.id.get(),
             blocked_on: blocked_on.map_or(0, PlanId::get),
@@ -36,12 +32,10 @@ impl Scheduler {
             ..Header::default()
         };
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
-        self.write_sequences(&record.entries, &mut plan);
+        Self::write_sequences(&record.entries, &mut plan);
         self.write_tokens(&record.entries, &mut plan);
-        plan.i32s_mut(Field::NumCommonPrefixBlocks)
-            .fill(self.common_prefix(&record.entries));
-        plan.i32s_mut(Field::TableUpdates)
-            .copy_from_slice(updates.as_flattened());
+        plan.i32s_mut(Field::NumCommonPrefixBlocks).fill(self.common_prefix(&record.entries));
+        plan.i32s_mut(Field::TableUpdates).copy_from_slice(updates.as_flattened());
         plan.i32s_mut(Field::Copies).copy_from_slice(copies.as_flattened());
         plan.bytes_of_mut(Field::Changes).copy_from_slice(&encoded);
         self.plans.push_back(record);
@@ -53,16 +47,10 @@ impl Scheduler {
         let plan = record.id;
         for entry in record.entries.iter_mut().filter(|entry| entry.num_samples > 0) {
             entry.first_sample = record.samples.len() as u32;
-            let request = self.requests[entry.slot as usize]
-                .as_mut()
-                .expect("a planned request lives");
+            let request = self.requests[entry.slot as usize].as_mut().expect("a planned request lives");
             let shares = request.stage == Stage::Prompt;
             for (number, sample) in request.samples.iter_mut().enumerate() {
-                if if shares {
-                    sample.finish.is_none()
-                } else {
-                    number == entry.sample as usize
-                } {
+                if if shares { sample.finish.is_none() } else { number == entry.sample as usize } {
                     sample.num_pending += 1;
                     sample.drawn = (plan, record.samples.len() as u32);
                     record.samples.push(number as u32);
@@ -77,20 +65,14 @@ impl Scheduler {
     fn announce(&mut self, record: &mut InFlight) -> (Vec<[i32; 4]>, Changes) {
         let mut announced = std::mem::take(&mut self.announcements);
         let (mut updates, mut changes) = (Vec::new(), Changes::default());
-        announced
-            .new
-            .retain(|&(sequence, epoch)| self.manager.resident(sequence as usize, epoch).is_some());
+        announced.new.retain(|&(sequence, epoch)| self.manager.resident(sequence as usize, epoch).is_some());
         announced.new.sort_unstable();
         announced.new.dedup();
         for &(sequence, _) in &announced.new {
             let seat = self.seats.seat(sequence as usize);
             self.seats.set_announced(sequence as usize, true);
             let request_id = self.request(seat.slot).id.to_string();
-            changes.new.push(Change {
-                row: seat.row,
-                request_id,
-                sample: seat.sample,
-            });
+            changes.new.push(Change { row: seat.row, request_id, sample: seat.sample });
             let table = &self.manager.sequence(sequence as usize).table;
             let row = |(column, block): (usize, &crate::ids::BlockId)| {
                 [0, seat.row as i32, column as i32, block.get() as i32]
@@ -103,18 +85,13 @@ impl Scheduler {
             record.cells.dedup();
         }
         record.cells.retain(|&cell| {
-            let update = self
-                .cell_update(cell)
-                .filter(|_| announced.new.binary_search(&(cell.sequence, cell.epoch)).is_err());
+            let update =
+                self.cell_update(cell).filter(|_| announced.new.binary_search(&(cell.sequence, cell.epoch)).is_err());
             updates.extend(update);
             update.is_some()
         });
-        changes
-            .preempted
-            .extend(announced.preempted.iter().map(|departure| departure.change.clone()));
-        changes
-            .finished
-            .extend(announced.finished.iter().map(|departure| departure.change.clone()));
+        changes.preempted.extend(announced.preempted.iter().map(|departure| departure.change.clone()));
+        changes.finished.extend(announced.finished.iter().map(|departure| departure.change.clone()));
         record.announced = announced;
         (updates, changes)
     }
@@ -123,37 +100,23 @@ impl Scheduler {
     fn cell_update(&self, cell: Cell) -> Option<[i32; 4]> {
         let sequence = self.manager.resident(cell.sequence as usize, cell.epoch)?;
         let block = sequence.table.get(cell.column as usize)?;
-        Some([
-            0,
-            self.seats.seat(cell.sequence as usize).row as i32,
-            cell.column as i32,
-            block.get() as i32,
-        ])
+        Some([0, self.seats.seat(cell.sequence as usize).row as i32, cell.column as i32, block.get() as i32])
     }
 
-    fn write_sequences(&self, entries: &[Entry], plan: &mut StepPlan) {
+    fn write_sequences(entries: &[Entry], plan: &mut StepPlan) {
         let per_sequence = |plan: &mut StepPlan, field, value: fn(&Entry) -> u32| {
-            plan.i32s_mut(field)
-                .iter_mut()
-                .zip(entries)
-                .for_each(|(out, entry)| *out = value(entry) as i32);
+            plan.i32s_mut(field).iter_mut().zip(entries).for_each(|(out, entry)| *out = value(entry) as i32);
         };
-        plan.i64s_mut(Field::Handles)
-            .iter_mut()
-            .zip(entries)
-            .for_each(|(out, entry)| *out = entry.handle.get());
+        plan.i64s_mut(Field::Handles).iter_mut().zip(entries).for_each(|(out, entry)| *out = entry.handle.get());
         per_sequence(plan, Field::Sequence, |entry| entry.sample);
         per_sequence(plan, Field::Rows, |entry| entry.row);
         per_sequence(plan, Field::SeqLens, |entry| entry.end);
         let running_sum = |plan: &mut StepPlan, field, count: fn(&Entry) -> u32| {
             let mut sum = 0;
-            plan.i32s_mut(field)[1..]
-                .iter_mut()
-                .zip(entries)
-                .for_each(|(out, entry)| {
-                    sum += count(entry) as i32;
-                    *out = sum;
-                });
+            plan.i32s_mut(field)[1..].iter_mut().zip(entries).for_each(|(out, entry)| {
+                sum += count(entry) as i32;
+                *out = sum;
+            });
         };
         running_sum(plan, Field::QueryStartLoc, |entry| entry.end - entry.start);
         running_sum(plan, Field::SampleStartLoc, |entry| entry.num_samples);
@@ -172,15 +135,11 @@ impl Scheduler {
             let sequence = self.manager.sequence(entry.sequence as usize);
             let len = (entry.end - entry.start) as usize;
             let known = sequence.tokens.len().clamp(entry.start, entry.end);
-            sequence.tokens.copy_to(
-                entry.start,
-                &mut plan.i32s_mut(Field::TokenIds)[at..][..(known - entry.start) as usize],
-            );
+            sequence
+                .tokens
+                .copy_to(entry.start, &mut plan.i32s_mut(Field::TokenIds)[at..][..(known - entry.start) as usize]);
             let positions = &mut plan.i32s_mut(Field::Positions)[at..][..len];
-            positions
-                .iter_mut()
-                .zip(entry.start..)
-                .for_each(|(out, position)| *out = position as i32);
+            positions.iter_mut().zip(entry.start..).for_each(|(out, position)| *out = position as i32);
             plan.i32s_mut(Field::InputFrom)[at..][..len].fill(-1);
             if known < entry.end {
                 // Only the sample that the previous plan draws is unknown.
@@ -212,10 +171,7 @@ impl Scheduler {
         let first = table(first);
         let held_by_all =
             |&&block: &&_| self.manager.pool().blocks[crate::ids::BlockId::index(block)].ref_count as usize;
-        let mut common = first
-            .iter()
-            .take_while(|block| held_by_all(block) > others.len())
-            .count();
+        let mut common = first.iter().take_while(|block| held_by_all(block) > others.len()).count();
         for entry in others {
             if common == 0 {
                 break;
@@ -235,10 +191,6 @@ impl Scheduler {
             return None;
         }
         let oldest = self.plans.front().map(|record| record.id);
-        self.manager
-            .pool()
-            .first_fencing_plan()
-            .filter(|&plan| oldest.is_some_and(|oldest| oldest <= plan))
-            .or(oldest)
+        self.manager.pool().first_fencing_plan().filter(|&plan| oldest.is_some_and(|oldest| oldest <= plan)).or(oldest)
     }
 }

@@ -88,19 +88,12 @@ impl Scheduler {
         let record = match self.plans.front() {
             Some(record) if record.id == plan => record,
             Some(oldest) if self.plans.iter().any(|record| record.id == plan) => {
-                return Err(Error::PlanOutOfOrder {
-                    found: plan,
-                    oldest: oldest.id,
-                });
+                return Err(Error::PlanOutOfOrder { found: plan, oldest: oldest.id });
             }
             _ => return Err(Error::PlanNotInFlight(plan)),
         };
         if tokens.len() != record.samples.len() {
-            return invalid(
-                "tokens",
-                format!("{}, one per sample", record.samples.len()),
-                tokens.len(),
-            );
+            return invalid("tokens", format!("{}, one per sample", record.samples.len()), tokens.len());
         }
         match tokens.iter().find(|&&token| token < 0) {
             Some(negative) => invalid("tokens", "token ids of at least 0", negative),
@@ -122,11 +115,7 @@ impl Scheduler {
             let index = self.ensure_sequence(entry.slot, child);
             self.manager.adopt(index, entry.sequence as usize);
             self.sit(entry.slot, child);
-            result.forked.push(Fork {
-                handle: entry.handle,
-                parent: leader as u32,
-                child: child as u32,
-            });
+            result.forked.push(Fork { handle: entry.handle, parent: leader as u32, child: child as u32 });
         }
     }
 

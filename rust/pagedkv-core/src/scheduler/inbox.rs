@@ -31,11 +31,7 @@ pub struct Inbox {
 
 impl Inbox {
     pub(super) fn new(cache: &CacheConfig, limits: &SchedulerConfig) -> Self {
-        Self {
-            cache: Arc::new(cache.clone()),
-            limits: Arc::new(limits.clone()),
-            state: Arc::default(),
-        }
+        Self { cache: Arc::new(cache.clone()), limits: Arc::new(limits.clone()), state: Arc::default() }
     }
 
     /// Leaves a request; the next `schedule` takes it up.

@@ -199,11 +199,7 @@ impl Scheduler {
         let Some(found) = samples.get(sample as usize) else {
             return crate::error::invalid("sequence", format!("0 to {}", samples.len() - 1), sample);
         };
-        let table = self
-            .manager
-            .sequences
-            .get(found.sequence as usize)
-            .map(|sequence| sequence.table.as_slice());
+        let table = self.manager.sequences.get(found.sequence as usize).map(|sequence| sequence.table.as_slice());
         Ok(table.filter(|table| !table.is_empty()))
     }
 
@@ -230,19 +226,13 @@ impl Scheduler {
             for sample in &request.samples {
                 let has_seat = sample.row != request::NONE;
                 if has_seat != (is_running && sample.finish.is_none()) {
-                    return broken(format!(
-                        "a sample of request {} has no seat, or one too many",
-                        request.id
-                    ));
+                    return broken(format!("a sample of request {} has no seat, or one too many", request.id));
                 }
                 sequences += usize::from(sample.sequence != request::NONE);
             }
         }
         if sequences != self.manager.num_sequences() {
-            return broken(format!(
-                "{} sequences live, {sequences} belong to requests",
-                self.manager.num_sequences()
-            ));
+            return broken(format!("{} sequences live, {sequences} belong to requests", self.manager.num_sequences()));
         }
         if !self.running.is_sorted_by_key(|&slot| self.request(slot).handle) {
             return broken("the running requests are out of order".into());
@@ -263,9 +253,7 @@ impl Scheduler {
         }
         for ((table, _), row) in tables.iter().zip(out.chunks_exact_mut(columns.max(1))) {
             row.fill(0);
-            row.iter_mut()
-                .zip(*table)
-                .for_each(|(entry, block)| *entry = block.get() as i32);
+            row.iter_mut().zip(*table).for_each(|(entry, block)| *entry = block.get() as i32);
         }
         Ok(())
     }
@@ -280,30 +268,19 @@ impl Scheduler {
         for (table, seq_len) in self.tables_of(plan)? {
             indices.extend(table.iter().map(|block| block.get() as i32));
             indptr.push(indices.len() as i32);
-            last_page_len.push(if seq_len == 0 {
-                0
-            } else {
-                ((seq_len - 1) % block_size + 1) as i32
-            });
+            last_page_len.push(if seq_len == 0 { 0 } else { ((seq_len - 1) % block_size + 1) as i32 });
         }
         Ok((indptr, indices, last_page_len))
     }
 
     /// Tables and lengths of a plan's sequences; empty for those that lost their blocks since.
     fn tables_of(&self, plan: PlanId) -> Result<Vec<(&[BlockId], u32)>> {
-        let record = self
-            .plans
-            .iter()
-            .find(|record| record.id == plan)
-            .ok_or(Error::PlanNotInFlight(plan))?;
+        let record = self.plans.iter().find(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         let table = |entry: &Entry| {
             let Some(sequence) = self.manager.resident(entry.sequence as usize, entry.epoch) else {
                 return (&[][..], 0);
             };
-            (
-                &sequence.table[..entry.end.div_ceil(self.manager.block_size) as usize],
-                entry.end,
-            )
+            (&sequence.table[..entry.end.div_ceil(self.manager.block_size) as usize], entry.end)
         };
         Ok(record.entries.iter().map(table).collect())
     }
@@ -345,29 +322,21 @@ impl Scheduler {
     }
 
     fn request(&self, slot: u32) -> &Request {
-        self.requests[slot as usize]
-            .as_ref()
-            .expect("a slot in use has a request")
+        self.requests[slot as usize].as_ref().expect("a slot in use has a request")
     }
 
     fn request_mut(&mut self, slot: u32) -> &mut Request {
-        self.requests[slot as usize]
-            .as_mut()
-            .expect("a slot in use has a request")
+        self.requests[slot as usize].as_mut().expect("a slot in use has a request")
     }
 
     /// The request that an entry is about, if it has not ended.
     fn entry_request(&mut self, entry: &Entry) -> Option<&mut Request> {
-        self.requests[entry.slot as usize]
-            .as_mut()
-            .filter(|request| request.handle == entry.handle)
+        self.requests[entry.slot as usize].as_mut().filter(|request| request.handle == entry.handle)
     }
 
     /// A sequence of the request's prompt, for its sample.
     fn ensure_sequence(&mut self, slot: u32, sample: usize) -> usize {
-        let request = self.requests[slot as usize]
-            .as_mut()
-            .expect("a slot in use has a request");
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         if request.samples[sample].sequence == request::NONE {
             let (prompt, identity): (_, std::sync::Arc<Identity>) = (request.prompt.clone(), request.identity.clone());
             let id = self.manager.create(prompt, identity, request.use_prefix_cache);

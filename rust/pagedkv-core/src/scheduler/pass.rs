@@ -149,11 +149,7 @@ impl Scheduler {
         } else {
             // The last token that a sample may have needs no slot.
             let last = request.prompt_len() + request.max_tokens - 1;
-            let coming = if Some(sample.drawn.0) == previous {
-                sample.num_pending
-            } else {
-                0
-            };
+            let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
             ((len + coming).min(last), len.min(last))
         };
         (target > sequence.num_scheduled).then_some(Want { target, known })
@@ -183,9 +179,7 @@ impl Scheduler {
         let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
         let end = start + num_new;
         let extension = self.manager.extend(index, num_new, hits);
-        let request = self.requests[slot as usize]
-            .as_mut()
-            .expect("a slot in use has a request");
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let completes_prompt = request.stage == Stage::Prompt && end == want.target;
         let is_first = request.samples[sample].num_outputs == 0;
         let num_samples = match request.stage {
@@ -199,22 +193,14 @@ impl Scheduler {
             _ => u32::from(end == self.manager.sequence(index).tokens.len() + request.samples[sample].num_pending),
         };
         request.num_in_flight += 1;
-        request.num_cached_tokens += if request.num_preemptions == 0 {
-            hits.num_tokens()
-        } else {
-            0
-        };
+        request.num_cached_tokens += if request.num_preemptions == 0 { hits.num_tokens() } else { 0 };
         request.last_plan = pass.record.id;
         let seat = self.seats.seat(index);
         let epoch = self.manager.sequence(index).epoch;
         if seat.is_announced {
             let columns = extension.first_new_column..self.manager.sequence(index).table.len() as u32;
             let changed = extension.copy.map(|copy| copy.column).into_iter().chain(columns);
-            let cells = changed.map(|column| Cell {
-                sequence: index as u32,
-                epoch,
-                column,
-            });
+            let cells = changed.map(|column| Cell { sequence: index as u32, epoch, column });
             pass.record.cells.extend(cells);
         }
         if let Some(copy) = extension.copy {

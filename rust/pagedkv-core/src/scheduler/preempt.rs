@@ -59,16 +59,8 @@ impl Scheduler {
         self.seats.release_row(row, fence);
         let was_announced = self.seats.seat(sequence).is_announced;
         self.seats.leave(sequence);
-        let change = Change {
-            row,
-            request_id,
-            sample: sample as u32,
-        };
-        was_announced.then_some(Departure {
-            handle,
-            sample: sample as u32,
-            change,
-        })
+        let change = Change { row, request_id, sample: sample as u32 };
+        was_announced.then_some(Departure { handle, sample: sample as u32, change })
     }
 
     /// Ends a sample, and its request with the last one. One that has ended is left alone.
@@ -100,9 +92,7 @@ impl Scheduler {
     /// The sample that computes the prompt ends before the fork: the next one takes over its sequence and its seat. No
     /// more than the prompt is computed, so an heir with outputs of its own only brings its tokens along.
     fn hand_over(&mut self, slot: u32, from: usize) {
-        let request = self.requests[slot as usize]
-            .as_mut()
-            .expect("a slot in use has a request");
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let to = request.leader();
         let (sequence, heirs) = (request.samples[from].sequence, request.samples[to].sequence);
         if heirs != NONE {
@@ -113,24 +103,14 @@ impl Scheduler {
         (request.samples[from].sequence, request.samples[from].row) = (heirs, heirs_row);
         let (handle, id) = (request.handle, request.id.clone());
         if self.seats.seat(sequence as usize).is_announced {
-            let change = Change {
-                row,
-                request_id: id.to_string(),
-                sample: from as u32,
-            };
-            self.announcements.finished.push(Departure {
-                handle,
-                sample: from as u32,
-                change,
-            });
+            let change = Change { row, request_id: id.to_string(), sample: from as u32 };
+            self.announcements.finished.push(Departure { handle, sample: from as u32, change });
         }
         self.sit(slot, to);
     }
 
     pub(super) fn remove_request(&mut self, slot: u32) {
-        let request = self.requests[slot as usize]
-            .take()
-            .expect("a slot in use has a request");
+        let request = self.requests[slot as usize].take().expect("a slot in use has a request");
         self.by_handle.remove(&request.handle);
         if self.waiting.remove(&request.handle).is_none() {
             self.running.retain(|&other| other != slot);

@@ -79,11 +79,7 @@ impl NewRequest {
             .map(|image| image.start + image.len)
             .find(|&end| end as usize > self.prompt_token_ids.len())
         {
-            return invalid(
-                "image_spans",
-                format!("ends up to {}", self.prompt_token_ids.len()),
-                beyond,
-            );
+            return invalid("image_spans", format!("ends up to {}", self.prompt_token_ids.len()), beyond);
         }
         if self.max_tokens == 0 {
             return invalid("max_tokens", "at least 1", 0);
@@ -93,23 +89,12 @@ impl NewRequest {
         }
         let longest = self.prompt_token_ids.len() as u64 + u64::from(self.max_tokens);
         if longest > u64::from(limits.max_model_len) {
-            let expected = format!(
-                "prompt + max_tokens of at most {} (max_model_len)",
-                limits.max_model_len
-            );
-            return invalid(
-                "max_tokens",
-                expected,
-                format!("{} + {}", self.prompt_token_ids.len(), self.max_tokens),
-            );
+            let expected = format!("prompt + max_tokens of at most {} (max_model_len)", limits.max_model_len);
+            return invalid("max_tokens", expected, format!("{} + {}", self.prompt_token_ids.len(), self.max_tokens));
         }
         let needed = self.blocks_at_the_longest(cache.block_size, limits.lookahead);
         let usable = u64::from(cache.usable_blocks());
-        if needed > usable {
-            Err(Error::NeverFits { needed, usable })
-        } else {
-            Ok(())
-        }
+        if needed > usable { Err(Error::NeverFits { needed, usable }) } else { Ok(()) }
     }
 
     /// Blocks of all samples at their longest: full prompt blocks once, the rest once per sample. The last token that
@@ -123,19 +108,10 @@ impl NewRequest {
 
     fn refuse_unsupported(&self) -> Result<()> {
         let refused = [
-            (
-                self.priority != 0,
-                "priority: requests are scheduled first come, first served",
-            ),
+            (self.priority != 0, "priority: requests are scheduled first come, first served"),
             (self.tenant.is_some(), "tenant: there is no fair share between tenants"),
-            (
-                self.num_external_tokens != 0,
-                "num_external_tokens: there are no loads from outside",
-            ),
-            (
-                self.session,
-                "session: a finished request keeps no blocks but cached ones",
-            ),
+            (self.num_external_tokens != 0, "num_external_tokens: there are no loads from outside"),
+            (self.session, "session: a finished request keeps no blocks but cached ones"),
         ];
         let found = refused.iter().find(|(is_asked, _)| *is_asked);
         found.map_or(Ok(()), |(_, why)| Err(Error::Unsupported((*why).into())))
@@ -239,9 +215,6 @@ impl Request {
 
     /// The live sample with the lowest number: it computes the prompt for the others.
     pub(super) fn leader(&self) -> usize {
-        self.samples
-            .iter()
-            .position(|sample| sample.finish.is_none())
-            .expect("a live request has a live sample")
+        self.samples.iter().position(|sample| sample.finish.is_none()).expect("a live request has a live sample")
     }
 }

@@ -13,11 +13,7 @@ impl Scheduler {
     /// # Errors
     /// [`Error::PlanNotInFlight`].
     pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
-        let keep = self
-            .plans
-            .iter()
-            .position(|record| record.id == plan)
-            .ok_or(Error::PlanNotInFlight(plan))?;
+        let keep = self.plans.iter().position(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         self.drain_inbox();
         self.manager.rollback(plan)?;
         let mut undone = self.plans.split_off(keep);

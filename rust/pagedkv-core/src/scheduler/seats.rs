@@ -15,12 +15,7 @@ pub(super) struct Seat {
     pub(super) is_announced: bool,
 }
 
-const EMPTY: Seat = Seat {
-    row: NONE,
-    slot: NONE,
-    sample: 0,
-    is_announced: false,
-};
+const EMPTY: Seat = Seat { row: NONE, slot: NONE, sample: 0, is_announced: false };
 
 #[derive(Debug)]
 pub(super) struct Seats {
@@ -34,12 +29,7 @@ pub(super) struct Seats {
 
 impl Seats {
     pub(super) fn new(num_rows: u32) -> Self {
-        Self {
-            num_rows,
-            free: (0..num_rows).rev().collect(),
-            fenced: Vec::new(),
-            by_sequence: Vec::new(),
-        }
+        Self { num_rows, free: (0..num_rows).rev().collect(), fenced: Vec::new(), by_sequence: Vec::new() }
     }
 
     pub(super) fn num_free(&self) -> u32 {
@@ -78,12 +68,7 @@ impl Seats {
         if self.by_sequence.len() <= sequence {
             self.by_sequence.resize(sequence + 1, EMPTY);
         }
-        self.by_sequence[sequence] = Seat {
-            row,
-            slot,
-            sample,
-            is_announced: false,
-        };
+        self.by_sequence[sequence] = Seat { row, slot, sample, is_announced: false };
     }
 
     pub(super) fn leave(&mut self, sequence: usize) {
@@ -103,10 +88,7 @@ impl Seats {
         let seated = self.by_sequence.iter().map(|seat| seat.row).filter(|&row| row != NONE);
         for row in rows.chain(seated) {
             if std::mem::replace(&mut seen[row as usize], true) {
-                return Err(BrokenLaw {
-                    law: 6,
-                    what: format!("row {row} has two owners"),
-                });
+                return Err(BrokenLaw { law: 6, what: format!("row {row} has two owners") });
             }
         }
         Ok(())

@@ -37,9 +37,7 @@ pub(crate) fn encode(changes: &Changes, out: &mut Vec<u8>) {
         return;
     }
     let lists = [&changes.new, &changes.preempted, &changes.finished];
-    lists
-        .iter()
-        .for_each(|list| out.extend_from_slice(&(list.len() as u32).to_le_bytes()));
+    lists.iter().for_each(|list| out.extend_from_slice(&(list.len() as u32).to_le_bytes()));
     for change in lists.into_iter().flatten() {
         for number in [change.row, change.sample, change.request_id.len() as u32] {
             out.extend_from_slice(&number.to_le_bytes());
@@ -56,11 +54,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Changes> {
     let counts = [reader.number()?, reader.number()?, reader.number()?];
     let [new, preempted, finished] =
         counts.map(|count| (0..count).map(|_| reader.change()).collect::<Result<Vec<_>>>());
-    Ok(Changes {
-        new: new?,
-        preempted: preempted?,
-        finished: finished?,
-    })
+    Ok(Changes { new: new?, preempted: preempted?, finished: finished? })
 }
 
 struct Reader<'a> {
@@ -70,29 +64,20 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8]> {
         let Some((taken, rest)) = self.rest.split_at_checked(len) else {
-            return invalid(
-                "buffer",
-                "whole change lists",
-                format!("{} bytes where {len} follow", self.rest.len()),
-            );
+            return invalid("buffer", "whole change lists", format!("{} bytes where {len} follow", self.rest.len()));
         };
         self.rest = rest;
         Ok(taken)
     }
 
     fn number(&mut self) -> Result<u32> {
-        self.take(4)
-            .map(|bytes| u32::from_le_bytes(bytes.try_into().expect("four bytes were taken")))
+        self.take(4).map(|bytes| u32::from_le_bytes(bytes.try_into().expect("four bytes were taken")))
     }
 
     fn change(&mut self) -> Result<Change> {
         let (row, sample, len) = (self.number()?, self.number()?, self.number()?);
         match std::str::from_utf8(self.take(len as usize)?) {
-            Ok(request_id) => Ok(Change {
-                row,
-                request_id: request_id.into(),
-                sample,
-            }),
+            Ok(request_id) => Ok(Change { row, request_id: request_id.into(), sample }),
             Err(error) => invalid("buffer", "request ids in UTF-8", error),
         }
     }

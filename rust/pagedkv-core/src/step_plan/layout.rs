@@ -143,11 +143,7 @@ impl Field {
 
     /// Rows and columns; arrays of one dimension have no columns.
     pub const fn shape(self, sizes: &Header) -> (usize, Option<usize>) {
-        let (s, t, m) = (
-            sizes.num_sequences as usize,
-            sizes.num_tokens as usize,
-            sizes.num_samples as usize,
-        );
+        let (s, t, m) = (sizes.num_sequences as usize, sizes.num_tokens as usize, sizes.num_samples as usize);
         match self {
             Self::Handles | Self::Sequence | Self::Rows | Self::SeqLens => (s, None),
             Self::SlotMapping => (sizes.num_groups as usize, Some(t)),

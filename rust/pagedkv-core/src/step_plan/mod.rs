@@ -31,11 +31,7 @@ pub(crate) struct BufferPool(Arc<Mutex<Vec<Vec<Line>>>>);
 
 impl BufferPool {
     fn take(&self) -> Vec<Line> {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop()
-            .unwrap_or_default()
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
     }
 
     fn give_back(&self, buffer: Vec<Line>) {
@@ -67,11 +63,7 @@ impl StepPlan {
         let mut lines = pool.take();
         lines.clear();
         lines.resize(layout.total_bytes / ALIGNMENT, Line([0; ALIGNMENT]));
-        let mut plan = Self {
-            lines,
-            layout,
-            pool: pool.clone(),
-        };
+        let mut plan = Self { lines, layout, pool: pool.clone() };
         plan.bytes_mut()[..size_of::<Header>()].copy_from_slice(bytemuck::bytes_of(&sizes));
         plan
     }
@@ -116,12 +108,7 @@ impl StepPlan {
                 return invalid(argument, format!("{least} to 2^31 - 1"), size);
             }
         }
-        let sizes = Header {
-            num_sequences: sequences,
-            num_tokens: tokens,
-            num_samples: samples,
-            ..own
-        };
+        let sizes = Header { num_sequences: sequences, num_tokens: tokens, num_samples: samples, ..own };
         let mut padded = Self::with_sizes(sizes, &self.pool);
         for field in Field::ALL {
             if field == Field::SlotMapping {
@@ -182,10 +169,7 @@ impl StepPlan {
     /// # Panics
     /// If `field` has another element type.
     pub fn i32s(&self, field: Field) -> &[i32] {
-        assert!(
-            field.element_type() == ElementType::I32,
-            "{field:?} is not an array of 32-bit integers"
-        );
+        assert!(field.element_type() == ElementType::I32, "{field:?} is not an array of 32-bit integers");
         bytemuck::cast_slice(self.bytes(field))
     }
 
@@ -194,10 +178,7 @@ impl StepPlan {
     /// # Panics
     /// If `field` has another element type.
     pub fn i64s(&self, field: Field) -> &[i64] {
-        assert!(
-            field.element_type() == ElementType::I64,
-            "{field:?} is not an array of 64-bit integers"
-        );
+        assert!(field.element_type() == ElementType::I64, "{field:?} is not an array of 64-bit integers");
         bytemuck::cast_slice(self.bytes(field))
     }
 
@@ -227,9 +208,6 @@ impl Drop for StepPlan {
 
 impl std::fmt::Debug for StepPlan {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("StepPlan")
-            .field("sizes", &self.sizes())
-            .finish_non_exhaustive()
+        formatter.debug_struct("StepPlan").field("sizes", &self.sizes()).finish_non_exhaustive()
     }
 }

@@ -1,19 +1,13 @@
-"""The memory of a paged KV cache: layout, element type, bytes, DLPack in and out."""
+"""`KVCache`: the blocks of all layers, and the block table that kernels read."""
 
-import sys
 from typing import Any, Literal, Self
-
-import numpy as np
 
 from pagedkv import _core
 from pagedkv.exceptions import UnsupportedError
+from pagedkv.kv_cache.memory import ITEM_BYTES, is_sliceable, make_blocks, make_table
+from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv
 
-__all__ = ["KVCache"]
-
-_DTYPES = ("float32", "float16", "bfloat16")
 _UNSUPPORTED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-# NumPy has no bfloat16; its bits travel as uint16.
-_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 class KVCache:
@@ -114,7 +108,7 @@ class KVCache:
         if self._pool.strides[-1] != 1:
             raise ValueError(f"pool: expected stride 1 in the last dimension, found strides {self._pool.strides}")
         table_shape = (1, max_num_seqs, max_blocks_per_seq)
-        self.block_table = _make_table(backend, table_shape) if block_table is None else block_table
+        self.block_table = make_table(backend, table_shape) if block_table is None else block_table
         self._block_table = _import("block_table", self.block_table, table_shape, "int32")
         self._tensors = [_select_layer(self._pool, layer) for layer in range(num_layers)]
         self._layers = [_slice_layer(self.pool, layer) or self._tensors[layer] for layer in range(num_layers)]
@@ -162,7 +156,7 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
         elements = self.num_blocks * self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * (4 if self.dtype == "float32" else 2)
+        return elements * ITEM_BYTES[self.dtype]
 
     @property
     def device(self) -> str:
@@ -222,7 +216,7 @@ class KVCache:
         if len(plan.table_updates):
             _core.update_block_table(self._block_table, plan.table_updates)
         if len(plan.copies):
-            _core.copy_blocks(self._pool, plan.copies)
+            copy_blocks(self._pool, plan.copies)
 
     def append_kv(self, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
         """Write keys and values of new tokens into their slots.
@@ -237,7 +231,7 @@ class KVCache:
             ``block * block_size + offset`` of each token; -1 is skipped. Where a slot comes twice, the later token
             wins.
         """
-        _core.append_kv(k, v, *self.layer_tensors(layer), slot_mapping)
+        append_kv(k, v, *self.layer_tensors(layer), slot_mapping)
 
     def copy_blocks(self, pairs: Any) -> None:
         """Copy whole blocks over all layers.
@@ -247,7 +241,7 @@ class KVCache:
         pairs : array, shape (k, 2), int32
             Source and destination blocks. A destination comes once and is no source.
         """
-        _core.copy_blocks(self._pool, pairs)
+        copy_blocks(self._pool, pairs)
 
     def gather_kv(self, layer: int, seq_lens: Any, rows: Any = None) -> tuple[Any, Any]:
         """Collect the keys and values of whole sequences.
@@ -268,11 +262,10 @@ class KVCache:
         """
         num_tokens = max(0, sum(int(length) for length in seq_lens))
         shape = (num_tokens, self.num_kv_heads, self.head_dim)
-        outputs = [_make(self._backend, shape, self.dtype) for _ in range(2)]
-        tensors = [_core.from_dlpack(output, self.dtype) for output in outputs]
-        table = self._block_table.select(0, 0)
-        _core.gather_kv(*self.layer_tensors(layer), table, seq_lens, *tensors, rows)
-        return outputs[0], outputs[1]
+        k, v = (make_blocks(self._backend, shape, self.dtype) for _ in range(2))
+        out = (_core.from_dlpack(k, self.dtype), _core.from_dlpack(v, self.dtype))
+        gather_kv(*self.layer_tensors(layer), self._block_table.select(0, 0), seq_lens, rows, out=out)
+        return k, v
 
     def _check_layer(self, layer: int) -> int:
         if not 0 <= layer < self.num_layers:
@@ -284,7 +277,7 @@ def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in _UNSUPPORTED_DTYPES:
         raise UnsupportedError(f"dtype: KVCache does not support {name} yet")
-    _check_choice("dtype", name, _DTYPES)
+    _check_choice("dtype", name, tuple(ITEM_BYTES))
     return name
 
 
@@ -301,27 +294,11 @@ def _check_sizes(cache: KVCache, **table_sizes: int) -> None:
             raise ValueError(f"{name}: expected at least 1, found {size}")
 
 
-def _make(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
-    if backend == "numpy":
-        return np.empty(shape, _NUMPY_DTYPES[dtype])
-    import torch
-
-    return torch.empty(shape, dtype=getattr(torch, dtype))
-
-
 def _make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
     if layout == "block":
-        return _make(backend, shape, dtype)
+        return make_blocks(backend, shape, dtype)
     num_blocks, num_layers, *rest = shape
-    return _make(backend, (num_layers, num_blocks, *rest), dtype).swapaxes(0, 1)
-
-
-def _make_table(backend: str, shape: tuple[int, ...]) -> Any:
-    if backend == "numpy":
-        return np.zeros(shape, np.int32)
-    import torch
-
-    return torch.zeros(shape, dtype=torch.int32)
+    return make_blocks(backend, (num_layers, num_blocks, *rest), dtype).swapaxes(0, 1)
 
 
 def _import(argument: str, array: Any, shape: tuple[int, ...], dtype: str) -> _core.Tensor:
@@ -339,7 +316,4 @@ def _select_layer(pool: _core.Tensor, layer: int) -> tuple[_core.Tensor, _core.T
 
 
 def _slice_layer(pool: Any, layer: int) -> tuple[Any, Any] | None:
-    torch = sys.modules.get("torch")
-    if isinstance(pool, np.ndarray) or (torch is not None and isinstance(pool, torch.Tensor)):
-        return pool[:, layer, 0], pool[:, layer, 1]
-    return None
+    return (pool[:, layer, 0], pool[:, layer, 1]) if is_sliceable(pool) else None

@@ -1,0 +1,50 @@
+"""Makes arrays by the library that the caller uses, without importing one that it does not."""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+# What a cache may hold, and the bytes of an element.
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# NumPy has no bfloat16; its bits travel as uint16.
+_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
+    """Make memory for keys and values; what it holds is left to chance."""
+    if backend == "numpy":
+        return np.empty(shape, _NUMPY_DTYPES[dtype])
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def make_table(backend: str, shape: tuple[int, ...]) -> Any:
+    """Make a block table in which every entry is the null block."""
+    if backend == "numpy":
+        return np.zeros(shape, np.int32)
+    import torch
+
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def make_like(argument: str, array: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
+    """Make an output in the library of an input, of its element type or of the one named."""
+    torch = _torch()
+    if torch is not None and isinstance(array, torch.Tensor):
+        torch_dtype = array.dtype if dtype is None else getattr(torch, dtype)
+        return torch.empty(shape, dtype=torch_dtype, device=array.device)
+    if isinstance(array, np.ndarray):
+        return np.empty(shape, array.dtype if dtype is None else dtype)
+    raise TypeError(f"{argument}: expected an output, as inputs of {type(array).__name__} do not say who makes it")
+
+
+def is_sliceable(array: Any) -> bool:
+    """Whether views of an array are made by indexing it."""
+    torch = _torch()
+    return isinstance(array, np.ndarray) or (torch is not None and isinstance(array, torch.Tensor))
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")

@@ -1,0 +1,106 @@
+"""Cache operations on arrays of any origin; `_core` checks every argument before it writes."""
+
+from typing import Any
+
+from pagedkv import _core
+from pagedkv.kv_cache.memory import make_like
+
+
+def append_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:
+    """Write keys and values of new tokens into their slots.
+
+    Parameters
+    ----------
+    k, v : array, shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        One row per token; converted where the cache is of another type.
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
+        One layer of the cache; modified.
+    slot_mapping : array, shape (num_tokens,), int64
+        ``block * block_size + offset`` of each token; -1 is skipped. Where a slot comes twice, the later token wins.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes disagree, types are not supported, inputs overlap a cache, or a slot is outside it. Nothing is
+        written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k, cache = np.ones((2, 1, 8), np.float32), np.zeros((2, 3, 1, 4, 8), np.float16)
+    >>> append_kv(k, 2 * k, cache[0], cache[1], np.array([5, -1]))
+    >>> np.argwhere(cache[1, :, 0, :, 0]).tolist()
+    [[1, 1]]
+    """
+    _core.append_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(pool: Any, pairs: Any) -> None:
+    """Copy whole blocks over all layers.
+
+    Parameters
+    ----------
+    pool : array, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        The pool; modified.
+    pairs : array, shape (k, 2), int32
+        Source and destination blocks. A destination comes once and is no source.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a block is outside the pool, or the outcome would depend on the order. Nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pool = np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1, 1, 1).repeat(2, axis=2)
+    >>> copy_blocks(pool, np.array([[3, 0]], np.int32))
+    >>> pool[:, 0, 1, 0, 0, 0].tolist()
+    [3.0, 1.0, 2.0, 3.0]
+    """
+    _core.copy_blocks(pool, pairs)
+
+
+def gather_kv(
+    k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None, *, out: Any = None
+) -> tuple[Any, Any]:
+    """Collect the keys and values of whole sequences, one sequence after another.
+
+    Parameters
+    ----------
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
+        One layer of the cache.
+    block_table : array, shape (num_rows, max_blocks_per_seq), int32
+        Block ids; entries beyond a sequence's length are never read.
+    seq_lens : array, shape (num_seqs,), int32
+        How many tokens of each sequence.
+    rows : array, shape (num_seqs,), int32, optional
+        The row of the table of each sequence; by default sequence ``s`` has row ``s``.
+    out : pair of arrays, shape (sum(seq_lens), num_kv_heads, head_dim), optional
+        Where to write; converted where it is of another type. By default arrays like the caches are made.
+
+    Returns
+    -------
+    k, v : array, shape (sum(seq_lens), num_kv_heads, head_dim)
+        The copies.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes disagree, types are not supported, or a length or block points outside. Nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = np.arange(6, dtype=np.float32).reshape(3, 1, 2, 1)
+    >>> k, v = gather_kv(cache, cache, np.array([[2, 1]], np.int32), np.array([3], np.int32))
+    >>> k.ravel().tolist()
+    [4.0, 5.0, 2.0]
+    """
+    if out is None:
+        num_tokens = max(0, sum(int(length) for length in seq_lens))
+        shape = (num_tokens, k_cache.shape[1], k_cache.shape[3])
+        out = (make_like("out", k_cache, shape), make_like("out", v_cache, shape))
+    k_out, v_out = out
+    _core.gather_kv(k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows)
+    return k_out, v_out
