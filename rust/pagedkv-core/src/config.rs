@@ -106,6 +106,15 @@ pub enum Policy {
     Fcfs,
 }
 
+impl Policy {
+    /// The name by which it is chosen.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Fcfs => "fcfs",
+        }
+    }
+}
+
 impl std::str::FromStr for Policy {
     type Err = Error;
 

@@ -191,7 +191,7 @@ fn array(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Tensor> {
 }
 
 /// The elements of a one-dimensional index array, copied: checked values must not change under a running operation.
-fn integers<T: Integer>(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<T>> {
+pub(crate) fn integers<T: Integer>(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<T>> {
     let tensor = array(argument, object)?;
     check_integers::<T>(argument, &tensor)?;
     let view = tensor.view(argument, ["n"])?;

@@ -2,13 +2,38 @@
 
 use pyo3::prelude::*;
 
+mod arrays;
+mod config;
 mod cpu_ops;
 mod dlpack;
+mod errors;
+mod guard;
+mod manager;
+mod plan;
+mod pool;
+mod scheduler;
 
 #[pymodule]
 mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::config::{CacheConfig, GroupSpec, SchedulerConfig};
     #[pymodule_export]
     use crate::cpu_ops::{append_kv, copy_blocks, default_num_threads, gather_kv, paged_attention, update_block_table};
     #[pymodule_export]
     use crate::dlpack::{Tensor, from_dlpack};
+    #[pymodule_export]
+    use crate::manager::{AllocatedSlots, ComputedBlocks, KVCacheManager};
+    #[pymodule_export]
+    use crate::plan::StepPlan;
+    #[pymodule_export]
+    use crate::pool::BlockPool;
+    #[pymodule_export]
+    use crate::scheduler::{FinishedRequest, Scheduler, StepResult};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::errors::register(module)
+    }
 }

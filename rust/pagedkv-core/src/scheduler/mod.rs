@@ -22,7 +22,7 @@ mod seats;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
@@ -158,7 +158,7 @@ impl Scheduler {
         let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
         let n = self.request(slot).samples.len();
         if sample as usize >= n {
-            return crate::error::invalid("sequence", format!("0 to {}", n - 1), sample);
+            return invalid("sequence", format!("0 to {}", n - 1), sample);
         }
         self.finish_sample(slot, sample as usize, FinishReason::Stop);
         Ok(())
@@ -197,7 +197,7 @@ impl Scheduler {
         let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
         let samples = &self.request(slot).samples;
         let Some(found) = samples.get(sample as usize) else {
-            return crate::error::invalid("sequence", format!("0 to {}", samples.len() - 1), sample);
+            return invalid("sequence", format!("0 to {}", samples.len() - 1), sample);
         };
         let table = self.manager.sequences.get(found.sequence as usize).map(|sequence| sequence.table.as_slice());
         Ok(table.filter(|table| !table.is_empty()))
@@ -249,7 +249,7 @@ impl Scheduler {
         let widest = tables.iter().map(|(table, _)| table.len()).max().unwrap_or(0);
         if columns < widest || out.len() != columns * tables.len() {
             let expected = format!("{} rows of at least {widest} columns", tables.len());
-            return crate::error::invalid("out", expected, format!("{} entries, {columns} columns", out.len()));
+            return invalid("out", expected, format!("{} entries, {columns} columns", out.len()));
         }
         for ((table, _), row) in tables.iter().zip(out.chunks_exact_mut(columns.max(1))) {
             row.fill(0);
@@ -258,19 +258,38 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The block tables of a plan's sequences end to end: where each starts, its blocks, and the tokens in its last one.
+    /// Writes the block tables of a plan's sequences end to end: where each starts, its blocks, and the tokens in its
+    /// last one. Answers how many blocks there are; `indices` may be longer.
     ///
     /// # Errors
-    /// [`Error::PlanNotInFlight`].
-    pub fn csr(&self, plan: PlanId) -> Result<(Vec<i32>, Vec<i32>, Vec<i32>)> {
-        let block_size = self.manager.block_size;
-        let (mut indptr, mut indices, mut last_page_len) = (vec![0], Vec::new(), Vec::new());
-        for (table, seq_len) in self.tables_of(plan)? {
-            indices.extend(table.iter().map(|block| block.get() as i32));
-            indptr.push(indices.len() as i32);
-            last_page_len.push(if seq_len == 0 { 0 } else { ((seq_len - 1) % block_size + 1) as i32 });
+    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for an array of the wrong length.
+    pub fn write_csr(
+        &self,
+        plan: PlanId,
+        indptr: &mut [i32],
+        indices: &mut [i32],
+        last_page_len: &mut [i32],
+    ) -> Result<usize> {
+        let tables = self.tables_of(plan)?;
+        let total = tables.iter().map(|(table, _)| table.len()).sum();
+        for (argument, len, least, most) in [
+            ("indptr", indptr.len(), tables.len() + 1, tables.len() + 1),
+            ("last_page_len", last_page_len.len(), tables.len(), tables.len()),
+            ("indices", indices.len(), total, usize::MAX),
+        ] {
+            if !(least..=most).contains(&len) {
+                return invalid(argument, format!("{least} entries"), len);
+            }
         }
-        Ok((indptr, indices, last_page_len))
+        let mut at = 0;
+        indptr[0] = 0;
+        for (i, (table, seq_len)) in tables.into_iter().enumerate() {
+            indices[at..].iter_mut().zip(table).for_each(|(out, block)| *out = block.get() as i32);
+            at += table.len();
+            indptr[i + 1] = at as i32;
+            last_page_len[i] = seq_len.checked_sub(1).map_or(0, |last| (last % self.manager.block_size + 1) as i32);
+        }
+        Ok(total)
     }
 
     /// Tables and lengths of a plan's sequences; empty for those that lost their blocks since.

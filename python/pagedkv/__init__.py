@@ -1,0 +1,55 @@
+"""Paged KV cache for LLM inference: block bookkeeping, continuous batching, and attention that reads blocks in place.
+
+Importing the package imports neither torch nor CuPy. What needs them is loaded when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.attention import paged_attention
+from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
+from pagedkv.exceptions import PagedKVError
+from pagedkv.kv_cache import KVCache
+from pagedkv.pool import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManager
+from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from pagedkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+
+__all__ = [
+    "LLM",
+    "AllocatedSlots",
+    "BlockPool",
+    "CacheConfig",
+    "CompletionOutput",
+    "ComputedBlocks",
+    "FinishedRequest",
+    "GroupSpec",
+    "KVCache",
+    "KVCacheManager",
+    "PagedKVError",
+    "RequestOutput",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepPlan",
+    "StepResult",
+    "__version__",
+    "paged_attention",
+]
+
+_ENGINE = ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ENGINE:
+        return getattr(importlib.import_module("pagedkv.engine"), name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("pagedkv")
+    raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""Configuration: frozen value objects; their defaults are the Rust core's."""
+
+from pagedkv._core import CacheConfig, GroupSpec, SchedulerConfig
+
+__all__ = ["CacheConfig", "GroupSpec", "SchedulerConfig"]

@@ -1,0 +1,191 @@
+//! Configuration, as frozen value objects whose defaults are the core's.
+
+use pagedkv_core::config as core;
+use pagedkv_core::{CacheConfig as CoreCache, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
+use pyo3::prelude::*;
+
+use crate::errors::to_py_err;
+
+/// The layers that share one block table.
+#[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct GroupSpec(CoreGroup);
+
+#[pymethods]
+impl GroupSpec {
+    #[new]
+    #[pyo3(signature = (num_layers, num_kv_heads, head_dim, dtype="float32", *, sliding_window=None))]
+    fn new(num_layers: u32, num_kv_heads: u32, head_dim: u32, dtype: &str, sliding_window: Option<u32>) -> Self {
+        Self(CoreGroup { num_layers, num_kv_heads, head_dim, dtype: dtype.to_owned(), sliding_window })
+    }
+
+    #[getter]
+    fn num_layers(&self) -> u32 {
+        self.0.num_layers
+    }
+
+    #[getter]
+    fn num_kv_heads(&self) -> u32 {
+        self.0.num_kv_heads
+    }
+
+    #[getter]
+    fn head_dim(&self) -> u32 {
+        self.0.head_dim
+    }
+
+    #[getter]
+    fn dtype(&self) -> &str {
+        &self.0.dtype
+    }
+
+    #[getter]
+    fn sliding_window(&self) -> Option<u32> {
+        self.0.sliding_window
+    }
+
+    fn __repr__(&self) -> String {
+        let CoreGroup { num_layers, num_kv_heads, head_dim, dtype, .. } = &self.0;
+        format!("GroupSpec(num_layers={num_layers}, num_kv_heads={num_kv_heads}, head_dim={head_dim}, dtype={dtype:?})")
+    }
+}
+
+/// The pool and how prefixes are told apart in it.
+#[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct CacheConfig(pub(crate) CoreCache);
+
+#[pymethods]
+impl CacheConfig {
+    #[new]
+    #[pyo3(signature = (
+        num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true, groups=Vec::new(),
+    ))]
+    fn new(
+        num_blocks: u32,
+        block_size: u32,
+        hash_seed: u64,
+        enable_prefix_caching: bool,
+        groups: Vec<GroupSpec>,
+    ) -> PyResult<Self> {
+        let groups = groups.into_iter().map(|group| group.0).collect();
+        let config = CoreCache { num_blocks, block_size, hash_seed, enable_prefix_caching, groups };
+        config.validate().map_err(to_py_err)?;
+        Ok(Self(config))
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> u32 {
+        self.0.num_blocks
+    }
+
+    #[getter]
+    fn block_size(&self) -> u32 {
+        self.0.block_size
+    }
+
+    #[getter]
+    fn hash_seed(&self) -> u64 {
+        self.0.hash_seed
+    }
+
+    #[getter]
+    fn enable_prefix_caching(&self) -> bool {
+        self.0.enable_prefix_caching
+    }
+
+    #[getter]
+    fn groups(&self) -> Vec<GroupSpec> {
+        self.0.groups.iter().cloned().map(GroupSpec).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        let CoreCache { num_blocks, block_size, hash_seed, .. } = self.0;
+        format!("CacheConfig(num_blocks={num_blocks}, block_size={block_size}, hash_seed={hash_seed})")
+    }
+}
+
+/// Limits of a step.
+#[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
+#[derive(Clone, PartialEq)]
+pub(crate) struct SchedulerConfig(pub(crate) CoreLimits);
+
+#[pymethods]
+impl SchedulerConfig {
+    #[new]
+    #[pyo3(signature = (
+        max_num_seqs=core::DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens=core::DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        max_model_len=core::DEFAULT_MAX_MODEL_LEN,
+        *,
+        watermark=0.0,
+        lookahead=0,
+        max_plans_in_flight=core::DEFAULT_MAX_PLANS_IN_FLIGHT,
+        policy="fcfs",
+    ))]
+    fn new(
+        max_num_seqs: u32,
+        max_num_batched_tokens: u32,
+        max_model_len: u32,
+        watermark: f64,
+        lookahead: u32,
+        max_plans_in_flight: u32,
+        policy: &str,
+    ) -> PyResult<Self> {
+        let policy = policy.parse().map_err(to_py_err)?;
+        let limits = CoreLimits {
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            watermark,
+            lookahead,
+            max_plans_in_flight,
+            policy,
+        };
+        limits.validate().map_err(to_py_err)?;
+        Ok(Self(limits))
+    }
+
+    #[getter]
+    fn max_num_seqs(&self) -> u32 {
+        self.0.max_num_seqs
+    }
+
+    #[getter]
+    fn max_num_batched_tokens(&self) -> u32 {
+        self.0.max_num_batched_tokens
+    }
+
+    #[getter]
+    fn max_model_len(&self) -> u32 {
+        self.0.max_model_len
+    }
+
+    #[getter]
+    fn watermark(&self) -> f64 {
+        self.0.watermark
+    }
+
+    #[getter]
+    fn lookahead(&self) -> u32 {
+        self.0.lookahead
+    }
+
+    #[getter]
+    fn max_plans_in_flight(&self) -> u32 {
+        self.0.max_plans_in_flight
+    }
+
+    #[getter]
+    fn policy(&self) -> &'static str {
+        self.0.policy.name()
+    }
+
+    fn __repr__(&self) -> String {
+        let CoreLimits { max_num_seqs, max_num_batched_tokens, max_model_len, max_plans_in_flight, .. } = self.0;
+        format!(
+            "SchedulerConfig(max_num_seqs={max_num_seqs}, max_num_batched_tokens={max_num_batched_tokens}, \
+             max_model_len={max_model_len}, max_plans_in_flight={max_plans_in_flight})"
+        )
+    }
+}

@@ -1,0 +1,36 @@
+//! One lock around one object of the core, taken once per call; a panic under it poisons the object for good.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+
+use crate::errors::internal;
+
+/// An object of the core behind its lock.
+pub(crate) struct Guarded<T>(Mutex<T>);
+
+impl<T: Send> Guarded<T> {
+    pub(crate) fn new(object: T) -> Self {
+        Self(Mutex::new(object))
+    }
+
+    /// Runs `call` on the object. Python is not called while the lock is held.
+    ///
+    /// Another thread may hold the lock only inside such a call, and lets go of it without the interpreter: waiting
+    /// attached cannot deadlock.
+    pub(crate) fn with<R>(&self, call: impl FnOnce(&mut T) -> R) -> PyResult<R> {
+        // A panic drops the guard on its way out, which poisons the lock.
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.0.lock().map(|mut object| call(&mut object)).ok()));
+        match outcome {
+            Ok(Some(result)) => Ok(result),
+            Ok(None) => Err(internal("an earlier call found a broken law: this object is not usable any more")),
+            Err(panic) => Err(internal(panic_text(panic.as_ref()))),
+        }
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a law is broken")
+}

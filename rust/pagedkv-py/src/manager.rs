@@ -1,0 +1,172 @@
+//! The bookkeeping alone, for people with a scheduler of their own.
+
+use std::sync::Arc;
+
+use numpy::PyArray1;
+use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, SequenceId};
+use pyo3::prelude::*;
+
+use crate::arrays::{array, ids};
+use crate::config::CacheConfig;
+use crate::errors::{internal, to_py_err};
+use crate::guard::Guarded;
+use crate::scheduler::{Span, counts, identity, plan_id};
+
+/// Sequences and the blocks that they hold.
+#[pyclass(frozen, module = "pagedkv._core")]
+pub(crate) struct KVCacheManager(Guarded<Core>);
+
+impl KVCacheManager {
+    fn call<R>(&self, call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>) -> PyResult<R> {
+        self.0.with(call)?.map_err(to_py_err)
+    }
+}
+
+#[pymethods]
+impl KVCacheManager {
+    #[new]
+    fn new(cache_config: &CacheConfig) -> PyResult<Self> {
+        Ok(Self(Guarded::new(Core::new(&cache_config.0).map_err(to_py_err)?)))
+    }
+
+    #[pyo3(signature = (
+        prompt_token_ids, *, cache_salt=None, lora_id=None, image_spans=Vec::new(), use_prefix_cache=true,
+    ))]
+    fn create(
+        &self,
+        prompt_token_ids: &Bound<'_, PyAny>,
+        cache_salt: Option<&Bound<'_, PyAny>>,
+        lora_id: Option<i64>,
+        image_spans: Vec<Span>,
+        use_prefix_cache: bool,
+    ) -> PyResult<u64> {
+        let tokens = ids("prompt_token_ids", prompt_token_ids)?;
+        let identity = Arc::new(identity(lora_id, cache_salt, image_spans)?);
+        self.call(|core| core.create(tokens.into(), identity, use_prefix_cache)).map(SequenceId::to_bits)
+    }
+
+    fn append_tokens(&self, sequence: u64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let tokens = ids("token_ids", token_ids)?;
+        self.call(|core| core.append_tokens(SequenceId::from_bits(sequence), &tokens))
+    }
+
+    fn get_computed_blocks(&self, sequence: u64) -> PyResult<ComputedBlocks> {
+        self.call(|core| core.get_computed_blocks(SequenceId::from_bits(sequence))).map(ComputedBlocks)
+    }
+
+    fn begin_plan(&self) -> PyResult<u64> {
+        self.0.with(Core::begin_plan).map(pagedkv_core::PlanId::get)
+    }
+
+    #[pyo3(signature = (sequence, num_new_tokens, computed=None))]
+    fn allocate_slots(
+        &self,
+        sequence: u64,
+        num_new_tokens: u32,
+        computed: Option<&ComputedBlocks>,
+    ) -> PyResult<Option<AllocatedSlots>> {
+        let none = CoreComputed::default();
+        let computed = computed.map_or(&none, |computed| &computed.0);
+        let slots = self.call(|core| core.allocate_slots(SequenceId::from_bits(sequence), num_new_tokens, computed))?;
+        Ok(slots.map(AllocatedSlots))
+    }
+
+    fn commit(&self, plan: u64) -> PyResult<()> {
+        self.call(|core| core.commit(plan_id(plan)))
+    }
+
+    fn rollback(&self, plan: u64) -> PyResult<()> {
+        self.call(|core| core.rollback(plan_id(plan)))
+    }
+
+    fn fork(&self, sequence: u64) -> PyResult<u64> {
+        self.call(|core| core.fork(SequenceId::from_bits(sequence))).map(SequenceId::to_bits)
+    }
+
+    fn truncate(&self, sequence: u64, num_tokens: u32) -> PyResult<()> {
+        self.call(|core| core.truncate(SequenceId::from_bits(sequence), num_tokens))
+    }
+
+    fn free(&self, sequence: u64) -> PyResult<()> {
+        self.call(|core| core.free(SequenceId::from_bits(sequence)))
+    }
+
+    fn block_table<'py>(&self, py: Python<'py>, sequence: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let table = self.call(|core| {
+            let table = core.block_table(SequenceId::from_bits(sequence))?;
+            Ok(table.iter().map(|block| block.get() as i32).collect::<Vec<_>>())
+        })?;
+        Ok(array(py, table))
+    }
+
+    fn num_tokens(&self, sequence: u64) -> PyResult<u32> {
+        self.call(|core| core.num_tokens(SequenceId::from_bits(sequence)))
+    }
+
+    fn num_computed_tokens(&self, sequence: u64) -> PyResult<u32> {
+        self.call(|core| core.num_computed_tokens(SequenceId::from_bits(sequence)))
+    }
+
+    fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let blocks = ids("block_ids", block_ids)?;
+        let counts = self.call(|core| {
+            let count = |&block: &i32| core.pool().ref_count(BlockId::new(block as u32)).map(|count| count as i32);
+            blocks.iter().map(count).collect::<pagedkv_core::Result<Vec<_>>>()
+        })?;
+        Ok(array(py, counts))
+    }
+
+    fn reset_prefix_cache(&self) -> PyResult<()> {
+        self.0.with(Core::reset_prefix_cache)
+    }
+
+    #[getter]
+    fn usage(&self) -> PyResult<f64> {
+        self.0.with(|core| core.usage())
+    }
+
+    /// Blocks free, cached, held and fenced.
+    #[getter]
+    fn num_blocks_by_state(&self) -> PyResult<(u32, u32, u32, u32)> {
+        self.0.with(|core| counts(core.pool()))
+    }
+
+    fn check_integrity(&self) -> PyResult<()> {
+        self.0.with(|core| core.check_integrity())?.map_err(|broken| internal(&broken.to_string()))
+    }
+}
+
+/// What a lookup found: cached blocks, and the tokens that need not be computed.
+#[pyclass(frozen, module = "pagedkv._core")]
+pub(crate) struct ComputedBlocks(CoreComputed);
+
+#[pymethods]
+impl ComputedBlocks {
+    #[getter]
+    fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        array(py, self.0.blocks().iter().map(|block| block.get() as i32).collect())
+    }
+
+    #[getter]
+    fn num_tokens(&self) -> u32 {
+        self.0.num_tokens()
+    }
+}
+
+/// Slots for new tokens, and a block to copy first.
+#[pyclass(frozen, module = "pagedkv._core")]
+pub(crate) struct AllocatedSlots(pagedkv_core::AllocatedSlots);
+
+#[pymethods]
+impl AllocatedSlots {
+    #[getter]
+    fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        array(py, self.0.slot_mapping.clone())
+    }
+
+    /// Source and destination block, or None.
+    #[getter]
+    fn copy(&self) -> Option<(u32, u32)> {
+        self.0.copy.map(|copy| (copy.source.get(), copy.target.get()))
+    }
+}

@@ -1,0 +1,202 @@
+//! The step plan: read-only arrays over the core's buffer.
+
+use std::sync::Arc;
+
+use numpy::{PyArray, PyArrayMethods, PyReadwriteArray2, PyUntypedArray};
+use pagedkv_core::step_plan::{ElementType, Field};
+use pagedkv_core::{Change, StepPlan as CorePlan};
+use pyo3::prelude::*;
+
+use crate::arrays::{contiguous, found, i32s_mut};
+use crate::errors::{invalid, to_py_err};
+use crate::guard::Guarded;
+
+type ChangeList = Vec<(u32, String, u32)>;
+type SharedScheduler = Arc<Guarded<pagedkv_core::Scheduler>>;
+
+/// One step's plan. Its arrays are views of one buffer that lives as long as the plan or any of them.
+#[pyclass(frozen, module = "pagedkv._core")]
+pub(crate) struct StepPlan {
+    plan: CorePlan,
+    scheduler: Option<SharedScheduler>,
+}
+
+impl StepPlan {
+    pub(crate) fn new(plan: CorePlan, scheduler: &SharedScheduler) -> Self {
+        Self { plan, scheduler: Some(scheduler.clone()) }
+    }
+
+    pub(crate) fn id(&self) -> pagedkv_core::PlanId {
+        self.plan.id()
+    }
+
+    fn scheduler(&self) -> PyResult<&SharedScheduler> {
+        let why = "block tables of a plan that was rebuilt from a buffer: they are with its scheduler";
+        self.scheduler.as_ref().ok_or_else(|| crate::errors::unsupported(why))
+    }
+}
+
+/// A read-only array over a field of the plan's buffer.
+fn view<'py>(plan: &Bound<'py, StepPlan>, field: Field) -> Bound<'py, PyUntypedArray> {
+    let core = &plan.get().plan;
+    let (rows, columns) = field.shape(&core.sizes());
+    match field.element_type() {
+        ElementType::I64 => over(plan, core.i64s(field), rows, columns),
+        ElementType::I32 => over(plan, core.i32s(field), rows, columns),
+        ElementType::U8 => over(plan, core.bytes(field), rows, columns),
+    }
+}
+
+fn over<'py, T: numpy::Element>(
+    plan: &Bound<'py, StepPlan>,
+    values: &[T],
+    rows: usize,
+    columns: Option<usize>,
+) -> Bound<'py, PyUntypedArray> {
+    let shape = match columns {
+        Some(columns) => vec![rows, columns],
+        None => vec![rows],
+    };
+    let values = numpy::ndarray::ArrayViewD::from_shape(shape, values).expect("a field has as many elements as its shape");
+    // SAFETY: the memory belongs to the plan, which is the array's base object and so outlives it; a plan's buffer never
+    // moves or changes while the plan lives, and the array is made read-only before anyone else sees it.
+    let array = unsafe { PyArray::borrow_from_array(&values, plan.clone().into_any()) };
+    array.readwrite().make_nonwriteable();
+    array.as_untyped().clone()
+}
+
+fn change_list(changes: Vec<Change>) -> ChangeList {
+    changes.into_iter().map(|change| (change.row, change.request_id, change.sample)).collect()
+}
+
+macro_rules! fields {
+    ($($name:ident: $field:ident, $doc:literal;)*) => {
+        #[pymethods]
+        impl StepPlan {
+            $(#[doc = $doc]
+            #[getter]
+            fn $name<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyUntypedArray> {
+                view(slf, Field::$field)
+            })*
+        }
+    };
+}
+
+fields! {
+    handles: Handles, "Request of each sequence, int64 (S,).";
+    sequence: Sequence, "Sample of its request that each sequence is, int32 (S,).";
+    rows: Rows, "Row of each sequence in the block table, int32 (S,).";
+    token_ids: TokenIds, "Input ids, int32 (T,).";
+    positions: Positions, "Positions, int32 (T,).";
+    input_from: InputFrom, "-1, or the sample of the previous plan whose token goes here, int32 (T,).";
+    slot_mapping: SlotMapping, "Where each token's key and value go, int64 (G, T).";
+    query_start_loc: QueryStartLoc, "Where each sequence's tokens start, int32 (S + 1,).";
+    seq_lens: SeqLens, "Lengths after this step, int32 (S,).";
+    sample_rows: SampleRows, "Token from whose output each sample is drawn, int32 (M,).";
+    sample_start_loc: SampleStartLoc, "Where each sequence's samples start, int32 (S + 1,).";
+    tree_mask: TreeMask, "Packed bits of draft trees, uint8.";
+    table_updates: TableUpdates, "Group, row, column, block, int32 (k, 4).";
+    copies: Copies, "Source and destination block, int32 (k, 2).";
+    swap_in: SwapIn, "Host and device block, int32 (k, 2).";
+    swap_out: SwapOut, "Device and host block, int32 (k, 2).";
+    swap_in_ids: SwapInIds, "Transfers of swap_in, int64 (k,).";
+    swap_out_ids: SwapOutIds, "Transfers of swap_out, int64 (k,).";
+    slot_moves: SlotMoves, "Group, source and destination slot, int64 (k, 3).";
+    num_common_prefix_blocks: NumCommonPrefixBlocks, "Blocks that every sequence shares, int32 (G,).";
+}
+
+#[pymethods]
+impl StepPlan {
+    /// Rebuilds a plan from the bytes of another's buffer.
+    #[staticmethod]
+    fn from_buffer(buffer: &[u8]) -> PyResult<Self> {
+        Ok(Self { plan: CorePlan::from_buffer(buffer).map_err(to_py_err)?, scheduler: None })
+    }
+
+    #[getter(id)]
+    fn py_id(&self) -> u64 {
+        self.plan.id().get()
+    }
+
+    #[getter]
+    fn blocked_on(&self) -> Option<u64> {
+        self.plan.blocked_on().map(pagedkv_core::PlanId::get)
+    }
+
+    #[getter]
+    fn num_sequences(&self) -> u32 {
+        self.plan.sizes().num_sequences
+    }
+
+    #[getter]
+    fn num_tokens(&self) -> u32 {
+        self.plan.sizes().num_tokens
+    }
+
+    #[getter]
+    fn num_samples(&self) -> u32 {
+        self.plan.sizes().num_samples
+    }
+
+    #[getter(new)]
+    fn py_new(&self) -> ChangeList {
+        change_list(self.plan.changes().new)
+    }
+
+    #[getter]
+    fn preempted(&self) -> ChangeList {
+        change_list(self.plan.changes().preempted)
+    }
+
+    #[getter]
+    fn finished(&self) -> ChangeList {
+        change_list(self.plan.changes().finished)
+    }
+
+    #[getter]
+    fn buffer<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyUntypedArray> {
+        let bytes = slf.get().plan.buffer();
+        over(slf, bytes, bytes.len(), None)
+    }
+
+    fn pad_to(&self, sequences: u32, tokens: u32, samples: u32) -> PyResult<Self> {
+        let plan = self.plan.pad_to(sequences, tokens, samples).map_err(to_py_err)?;
+        Ok(Self { plan, scheduler: self.scheduler.clone() })
+    }
+
+    /// Writes the block tables of the plan's sequences into `out`, int32 (at least S, columns).
+    fn write_block_table(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
+        let id = self.id();
+        let scheduler = self.scheduler()?;
+        let mut out = out.extract::<PyReadwriteArray2<'_, i32>>().map_err(|_| {
+            invalid("out", "a writable int32 array of two dimensions", &found(out))
+        })?;
+        let columns = out.as_array().ncols();
+        let out = out.as_slice_mut().map_err(|_| invalid("out", "a contiguous array", "one with gaps"))?;
+        scheduler.with(|core| core.write_block_table(id, columns, out))?.map_err(to_py_err)
+    }
+
+    /// Writes the block tables end to end into int32 arrays: indptr (S + 1,), indices, last_page_len (S,). Answers how
+    /// many indices there are.
+    fn write_csr(
+        &self,
+        indptr: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        last_page_len: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let (mut indptr, mut indices) = (i32s_mut("indptr", indptr)?, i32s_mut("indices", indices)?);
+        let mut last = i32s_mut("last_page_len", last_page_len)?;
+        let (indptr, indices) = (contiguous("indptr", &mut indptr)?, contiguous("indices", &mut indices)?);
+        let last = contiguous("last_page_len", &mut last)?;
+        let id = self.id();
+        self.scheduler()?.with(|core| core.write_csr(id, indptr, indices, last))?.map_err(to_py_err)
+    }
+
+    fn __repr__(&self) -> String {
+        let sizes = self.plan.sizes();
+        format!(
+            "StepPlan(id={}, sequences={}, tokens={}, samples={})",
+            sizes.plan_id, sizes.num_sequences, sizes.num_tokens, sizes.num_samples
+        )
+    }
+}

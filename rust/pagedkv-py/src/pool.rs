@@ -1,0 +1,66 @@
+//! Blocks and reference counts, nothing more.
+
+use numpy::PyArray1;
+use pagedkv_core::{BlockId, BlockPool as Core, CacheConfig as CoreConfig};
+use pyo3::prelude::*;
+
+use crate::arrays::{array, ids};
+use crate::errors::to_py_err;
+use crate::guard::Guarded;
+
+/// A pool of blocks with reference counts.
+#[pyclass(frozen, module = "pagedkv._core")]
+pub(crate) struct BlockPool(Guarded<Core>);
+
+fn blocks(object: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
+    Ok(ids("block_ids", object)?.into_iter().map(|id| BlockId::new(id as u32)).collect())
+}
+
+#[pymethods]
+impl BlockPool {
+    #[new]
+    fn new(num_blocks: u32) -> PyResult<Self> {
+        Ok(Self(Guarded::new(Core::new(&CoreConfig::new(num_blocks)).map_err(to_py_err)?)))
+    }
+
+    fn allocate<'py>(&self, py: Python<'py>, num_blocks: usize) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
+        let taken = self.0.with(|core| {
+            if num_blocks > core.num_available() as usize {
+                return None;
+            }
+            let mut taken = vec![BlockId::default(); num_blocks];
+            core.allocate(&mut taken)?;
+            Some(taken.into_iter().map(|block| block.get() as i32).collect())
+        })?;
+        Ok(taken.map(|taken| array(py, taken)))
+    }
+
+    fn touch(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = blocks(block_ids)?;
+        self.0.with(|core| core.touch(&blocks))?.map_err(to_py_err)
+    }
+
+    fn free(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = blocks(block_ids)?;
+        self.0.with(|core| core.free(&blocks))?.map_err(to_py_err)
+    }
+
+    fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let blocks = blocks(block_ids)?;
+        let counts = self.0.with(|core| {
+            let count = |&block| core.ref_count(block).map(|count| count as i32);
+            blocks.iter().map(count).collect::<pagedkv_core::Result<Vec<_>>>()
+        })?;
+        Ok(array(py, counts.map_err(to_py_err)?))
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> PyResult<u32> {
+        self.0.with(|core| core.num_blocks())
+    }
+
+    #[getter]
+    fn num_free_blocks(&self) -> PyResult<u32> {
+        self.0.with(|core| core.num_available())
+    }
+}
