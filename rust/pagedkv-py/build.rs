@@ -1,6 +1,6 @@
 //! Copies the CUDA sources to `OUT_DIR/cuda`, from where maturin puts them into the package as `pagedkv/cuda`.
 
-#![expect(clippy::print_stdout, reason = "build scripts speak to cargo on stdout")]
+#![allow(clippy::print_stdout, reason = "build scripts speak to cargo on stdout")]
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};

@@ -7,6 +7,15 @@ use pyo3::prelude::*;
 use crate::errors::to_py_err;
 
 /// The layers that share one block table.
+///
+/// Parameters
+/// ----------
+/// num_layers, num_kv_heads, head_dim : int
+///     Shape of the cache.
+/// dtype : str
+///     Element type by its torch name.
+/// sliding_window : int, optional
+///     Refused by name: every block is kept.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct GroupSpec(CoreGroup);
@@ -51,6 +60,19 @@ impl GroupSpec {
 }
 
 /// The pool and how prefixes are told apart in it.
+///
+/// Parameters
+/// ----------
+/// num_blocks : int
+///     Blocks of the pool, the null block included.
+/// block_size : int
+///     Tokens per block.
+/// hash_seed : int
+///     Seed of the prefix hashes.
+/// enable_prefix_caching : bool
+///     Whether prefixes are cached at all.
+/// groups : sequence of GroupSpec
+///     Cache groups; none for bookkeeping alone, one otherwise.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct CacheConfig(pub(crate) CoreCache);
@@ -106,6 +128,23 @@ impl CacheConfig {
 }
 
 /// Limits of a step.
+///
+/// Parameters
+/// ----------
+/// max_num_seqs : int
+///     Seats: sequences that may be resident at once.
+/// max_num_batched_tokens : int
+///     Tokens per step.
+/// max_model_len : int
+///     Longest sequence, prompt and output together.
+/// watermark : float
+///     Share of the usable blocks that an admission leaves free while other requests run.
+/// lookahead : int
+///     Most draft tokens per sequence; refused unless 0.
+/// max_plans_in_flight : int
+///     Plans that may be made before the oldest is ended.
+/// policy : str
+///     "fcfs", first come, first served.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct SchedulerConfig(pub(crate) CoreLimits);

@@ -1,5 +1,7 @@
 //! The Python module `pagedkv._core`: convert, lock, call, convert.
 
+#![allow(clippy::doc_markdown, reason = "the docstrings of the Python module are numpydoc, not Markdown")]
+
 use pyo3::prelude::*;
 
 mod arrays;

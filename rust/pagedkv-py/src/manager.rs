@@ -12,7 +12,15 @@ use crate::errors::{internal, to_py_err};
 use crate::guard::Guarded;
 use crate::scheduler::{Span, counts, identity, plan_id};
 
-/// Sequences and the blocks that they hold.
+/// Sequences and the blocks that they hold, for people with a scheduler of their own.
+///
+/// Sequences grow inside plans: `begin_plan` opens one, `allocate_slots` adds tokens of a sequence to the newest, and
+/// `commit` or `rollback` ends it. A block can be hit by others when the plan that fills it has committed.
+///
+/// Parameters
+/// ----------
+/// cache_config : CacheConfig
+///     The pool.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct KVCacheManager(Guarded<Core>);
 
@@ -29,6 +37,14 @@ impl KVCacheManager {
         Ok(Self(Guarded::new(Core::new(&cache_config.0).map_err(to_py_err)?)))
     }
 
+    /// A sequence of these tokens, none of them computed. It holds no block yet.
+    ///
+    /// Parameters are those of `Scheduler.add_request`.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     Its id; a stale one is refused.
     #[pyo3(signature = (
         prompt_token_ids, *, cache_salt=None, lora_id=None, image_spans=Vec::new(), use_prefix_cache=true,
     ))]
@@ -45,19 +61,28 @@ impl KVCacheManager {
         self.call(|core| core.create(tokens.into(), identity, use_prefix_cache)).map(SequenceId::to_bits)
     }
 
+    /// Add known tokens to the end of a sequence.
     fn append_tokens(&self, sequence: u64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = ids("token_ids", token_ids)?;
         self.call(|core| core.append_tokens(SequenceId::from_bits(sequence), &tokens))
     }
 
+    /// The longest cached prefix from where the sequence stands; nothing is changed. At least one token is left over.
     fn get_computed_blocks(&self, sequence: u64) -> PyResult<ComputedBlocks> {
         self.call(|core| core.get_computed_blocks(SequenceId::from_bits(sequence))).map(ComputedBlocks)
     }
 
+    /// Open a plan; growth goes to the newest.
     fn begin_plan(&self) -> PyResult<u64> {
         self.0.with(Core::begin_plan).map(pagedkv_core::PlanId::get)
     }
 
+    /// Slots for a sequence's next tokens in the newest plan, after the blocks of `computed`.
+    ///
+    /// Returns
+    /// -------
+    /// AllocatedSlots or None
+    ///     None, and nothing changed, if there is no room.
     #[pyo3(signature = (sequence, num_new_tokens, computed=None))]
     fn allocate_slots(
         &self,
@@ -71,26 +96,33 @@ impl KVCacheManager {
         Ok(slots.map(AllocatedSlots))
     }
 
+    /// End the oldest plan: what it filled is public.
     fn commit(&self, plan: u64) -> PyResult<()> {
         self.call(|core| core.commit(plan_id(plan)))
     }
 
+    /// Undo a plan and every plan behind it.
     fn rollback(&self, plan: u64) -> PyResult<()> {
         self.call(|core| core.rollback(plan_id(plan)))
     }
 
+    /// A second sequence with the same tokens and blocks. It takes no block; the shared last one is copied when one of
+    /// the two first writes into it.
     fn fork(&self, sequence: u64) -> PyResult<u64> {
         self.call(|core| core.fork(SequenceId::from_bits(sequence))).map(SequenceId::to_bits)
     }
 
+    /// Cut a sequence to its first tokens and release the blocks behind them.
     fn truncate(&self, sequence: u64, num_tokens: u32) -> PyResult<()> {
         self.call(|core| core.truncate(SequenceId::from_bits(sequence), num_tokens))
     }
 
+    /// End a sequence and release its blocks.
     fn free(&self, sequence: u64) -> PyResult<()> {
         self.call(|core| core.free(SequenceId::from_bits(sequence)))
     }
 
+    /// Block table of a sequence, int32 (num_blocks,).
     fn block_table<'py>(&self, py: Python<'py>, sequence: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let table = self.call(|core| {
             let table = core.block_table(SequenceId::from_bits(sequence))?;
@@ -99,14 +131,17 @@ impl KVCacheManager {
         Ok(array(py, table))
     }
 
+    /// Known tokens of a sequence.
     fn num_tokens(&self, sequence: u64) -> PyResult<u32> {
         self.call(|core| core.num_tokens(SequenceId::from_bits(sequence)))
     }
 
+    /// Tokens of a sequence that committed plans computed.
     fn num_computed_tokens(&self, sequence: u64) -> PyResult<u32> {
         self.call(|core| core.num_computed_tokens(SequenceId::from_bits(sequence)))
     }
 
+    /// Holders of each block, int32, same length as `block_ids`.
     fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = ids("block_ids", block_ids)?;
         let counts = self.call(|core| {
@@ -116,10 +151,12 @@ impl KVCacheManager {
         Ok(array(py, counts))
     }
 
+    /// Forget every cached prefix.
     fn reset_prefix_cache(&self) -> PyResult<()> {
         self.0.with(Core::reset_prefix_cache)
     }
 
+    /// Share of the usable blocks that are not available, from 0 to 1.
     #[getter]
     fn usage(&self) -> PyResult<f64> {
         self.0.with(|core| core.usage())
@@ -131,6 +168,7 @@ impl KVCacheManager {
         self.0.with(|core| counts(core.pool()))
     }
 
+    /// Check every law of the bookkeeping; O(pool). Raises InternalError.
     fn check_integrity(&self) -> PyResult<()> {
         self.0.with(|core| core.check_integrity())?.map_err(|broken| internal(&broken.to_string()))
     }

@@ -14,7 +14,10 @@ use crate::guard::Guarded;
 type ChangeList = Vec<(u32, String, u32)>;
 type SharedScheduler = Arc<Guarded<pagedkv_core::Scheduler>>;
 
-/// One step's plan. Its arrays are views of one buffer that lives as long as the plan or any of them.
+/// One step's plan: S sequences, T tokens, M samples, G cache groups. Decodes come first.
+///
+/// Its arrays are read-only NumPy views of one buffer, which lives as
+/// long as the plan or any of them and never changes. `docs/step_contract.md` explains each.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct StepPlan {
     plan: CorePlan,
@@ -57,7 +60,8 @@ fn over<'py, T: numpy::Element>(
         Some(columns) => vec![rows, columns],
         None => vec![rows],
     };
-    let values = numpy::ndarray::ArrayViewD::from_shape(shape, values).expect("a field has as many elements as its shape");
+    let values =
+        numpy::ndarray::ArrayViewD::from_shape(shape, values).expect("a field has as many elements as its shape");
     // SAFETY: the memory belongs to the plan, which is the array's base object and so outlives it; a plan's buffer never
     // moves or changes while the plan lives, and the array is made read-only before anyone else sees it.
     let array = unsafe { PyArray::borrow_from_array(&values, plan.clone().into_any()) };
@@ -107,77 +111,87 @@ fields! {
 
 #[pymethods]
 impl StepPlan {
-    /// Rebuilds a plan from the bytes of another's buffer.
+    /// Rebuild a plan from the bytes of another's buffer.
     #[staticmethod]
     fn from_buffer(buffer: &[u8]) -> PyResult<Self> {
         Ok(Self { plan: CorePlan::from_buffer(buffer).map_err(to_py_err)?, scheduler: None })
     }
 
+    /// Number of the plan.
     #[getter(id)]
     fn py_id(&self) -> u64 {
         self.plan.id().get()
     }
 
+    /// Number of the plan whose end unfinished work waits for, where this plan is empty for that reason.
     #[getter]
     fn blocked_on(&self) -> Option<u64> {
         self.plan.blocked_on().map(pagedkv_core::PlanId::get)
     }
 
+    /// S.
     #[getter]
     fn num_sequences(&self) -> u32 {
         self.plan.sizes().num_sequences
     }
 
+    /// T.
     #[getter]
     fn num_tokens(&self) -> u32 {
         self.plan.sizes().num_tokens
     }
 
+    /// M.
     #[getter]
     fn num_samples(&self) -> u32 {
         self.plan.sizes().num_samples
     }
 
+    /// Sequences that have a row from this plan on: (row, request_id, sample).
     #[getter(new)]
     fn py_new(&self) -> ChangeList {
         change_list(self.plan.changes().new)
     }
 
+    /// Sequences that lost their blocks and will come back: (row, request_id, sample).
     #[getter]
     fn preempted(&self) -> ChangeList {
         change_list(self.plan.changes().preempted)
     }
 
+    /// Sequences that ended: (row, request_id, sample).
     #[getter]
     fn finished(&self) -> ChangeList {
         change_list(self.plan.changes().finished)
     }
 
+    /// The whole plan as one uint8 array that starts on a cache line.
     #[getter]
     fn buffer<'py>(slf: &Bound<'py, Self>) -> Bound<'py, PyUntypedArray> {
         let bytes = slf.get().plan.buffer();
         over(slf, bytes, bytes.len(), None)
     }
 
+    /// A new plan with arrays of these sizes, padded so that kernels skip the rest: rows 0, slots -1, lengths 0.
     fn pad_to(&self, sequences: u32, tokens: u32, samples: u32) -> PyResult<Self> {
         let plan = self.plan.pad_to(sequences, tokens, samples).map_err(to_py_err)?;
         Ok(Self { plan, scheduler: self.scheduler.clone() })
     }
 
-    /// Writes the block tables of the plan's sequences into `out`, int32 (at least S, columns).
+    /// Write the block tables of the plan's sequences into `out`, int32 (S, columns), while the plan is in flight.
     fn write_block_table(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let id = self.id();
         let scheduler = self.scheduler()?;
-        let mut out = out.extract::<PyReadwriteArray2<'_, i32>>().map_err(|_| {
-            invalid("out", "a writable int32 array of two dimensions", &found(out))
-        })?;
+        let mut out = out
+            .extract::<PyReadwriteArray2<'_, i32>>()
+            .map_err(|_| invalid("out", "a writable int32 array of two dimensions", &found(out)))?;
         let columns = out.as_array().ncols();
         let out = out.as_slice_mut().map_err(|_| invalid("out", "a contiguous array", "one with gaps"))?;
         scheduler.with(|core| core.write_block_table(id, columns, out))?.map_err(to_py_err)
     }
 
-    /// Writes the block tables end to end into int32 arrays: indptr (S + 1,), indices, last_page_len (S,). Answers how
-    /// many indices there are.
+    /// Write the block tables end to end into int32 arrays, as FlashInfer reads them: indptr (S + 1,), indices,
+    /// last_page_len (S,). Returns how many indices there are.
     fn write_csr(
         &self,
         indptr: &Bound<'_, PyAny>,

@@ -9,6 +9,13 @@ use crate::errors::to_py_err;
 use crate::guard::Guarded;
 
 /// A pool of blocks with reference counts.
+///
+/// Block 0 is the null block and is never handed out. Blocks most recently freed are handed out first.
+///
+/// Parameters
+/// ----------
+/// num_blocks : int
+///     Blocks of the pool, the null block included.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct BlockPool(Guarded<Core>);
 
@@ -23,6 +30,12 @@ impl BlockPool {
         Ok(Self(Guarded::new(Core::new(&CoreConfig::new(num_blocks)).map_err(to_py_err)?)))
     }
 
+    /// Take blocks, each with one holder.
+    ///
+    /// Returns
+    /// -------
+    /// ndarray of int32, shape (num_blocks,), or None
+    ///     None, and nothing changed, if there are not enough.
     fn allocate<'py>(&self, py: Python<'py>, num_blocks: usize) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
         let taken = self.0.with(|core| {
             if num_blocks > core.num_available() as usize {
@@ -35,16 +48,19 @@ impl BlockPool {
         Ok(taken.map(|taken| array(py, taken)))
     }
 
+    /// Take one more hold on each block. Raises NotHeldError for a free one.
     fn touch(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
         self.0.with(|core| core.touch(&blocks))?.map_err(to_py_err)
     }
 
+    /// Give up one hold on each block. Raises NotHeldError, and changes nothing, for more than there are.
     fn free(&self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
         let blocks = blocks(block_ids)?;
         self.0.with(|core| core.free(&blocks))?.map_err(to_py_err)
     }
 
+    /// Holders of each block, int32, same length as `block_ids`.
     fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = blocks(block_ids)?;
         let counts = self.0.with(|core| {
@@ -54,11 +70,13 @@ impl BlockPool {
         Ok(array(py, counts.map_err(to_py_err)?))
     }
 
+    /// Blocks of the pool, the null block included.
     #[getter]
     fn num_blocks(&self) -> PyResult<u32> {
         self.0.with(|core| core.num_blocks())
     }
 
+    /// Blocks that can be handed out now.
     #[getter]
     fn num_free_blocks(&self) -> PyResult<u32> {
         self.0.with(|core| core.num_available())

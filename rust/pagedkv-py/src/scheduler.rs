@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use numpy::PyArray1;
 use pagedkv_core::{
-    BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, PlanId, RootKey, Scheduler as Core, StepResult as CoreResult,
+    BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, PlanId, RootKey, Scheduler as Core,
+    StepResult as CoreResult,
 };
 use pyo3::prelude::*;
 
@@ -17,7 +18,21 @@ use crate::plan::StepPlan;
 /// A span of prompt positions that stand for an image: start, length, digest.
 pub(crate) type Span = (u32, u32, Vec<u8>);
 
-/// Continuous batching over a paged KV cache.
+/// Continuous batching over a paged KV cache: which tokens of which sequences run in the next step.
+///
+/// Safe to use from several threads: `add_request` and `abort` never wait for a step, the other calls take one lock.
+///
+/// Parameters
+/// ----------
+/// cache_config : CacheConfig
+///     The pool.
+/// scheduler_config : SchedulerConfig, optional
+///     Limits of a step.
+///
+/// Notes
+/// -----
+/// `docs/step_contract.md` is the whole contract. A call that is refused raises and changes nothing; a broken law raises
+/// `InternalError`, and so does every call after it.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Scheduler {
     core: Arc<Guarded<Core>>,
@@ -25,7 +40,11 @@ pub(crate) struct Scheduler {
 }
 
 /// Extra keys of a prefix.
-pub(crate) fn identity(lora_id: Option<i64>, cache_salt: Option<&Bound<'_, PyAny>>, images: Vec<Span>) -> PyResult<Identity> {
+pub(crate) fn identity(
+    lora_id: Option<i64>,
+    cache_salt: Option<&Bound<'_, PyAny>>,
+    images: Vec<Span>,
+) -> PyResult<Identity> {
     let cache_salt = cache_salt.map(salt).transpose()?;
     let images = images.into_iter().map(|(start, len, digest)| ImageSpan { start, len, digest: digest.into() });
     Ok(Identity { root: RootKey { lora_id, cache_salt }, images: images.collect() })
@@ -35,7 +54,8 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
     if let Ok(text) = object.extract::<&str>() {
         return Ok(text.as_bytes().into());
     }
-    let bytes = object.extract::<&[u8]>().map_err(|_| invalid("cache_salt", "str or bytes", &crate::arrays::found(object)));
+    let bytes =
+        object.extract::<&[u8]>().map_err(|_| invalid("cache_salt", "str or bytes", &crate::arrays::found(object)));
     bytes.map(Into::into)
 }
 
@@ -50,12 +70,54 @@ impl Scheduler {
         Ok(Self { core: Arc::new(Guarded::new(core)), inbox })
     }
 
+    /// Leave a request for the next `schedule`.
+    ///
+    /// Parameters
+    /// ----------
+    /// request_id : str
+    ///     Unique among live requests.
+    /// prompt_token_ids : array of int32 or int64, shape (num_tokens,), or sequence of int
+    ///     Copied; an int32 array is the fast way.
+    /// max_tokens : int
+    ///     Most tokens to sample, per sample.
+    /// n : int
+    ///     Samples. They share the prompt's blocks and take n seats.
+    /// stop_token_ids : array or sequence of int
+    ///     Tokens that end a sample once `min_tokens` were sampled.
+    /// cache_salt : str or bytes, optional
+    ///     Only requests with equal salts share cached prefixes.
+    /// lora_id : int, optional
+    ///     The adapter, by an id that is never used for another one.
+    /// image_spans : sequence of (start, length, digest bytes)
+    ///     Prompt positions that stand for something else than their token ids.
+    /// use_prefix_cache : bool
+    ///     Whether the request reads and feeds the prefix cache.
+    /// needs_commit : bool
+    ///     Not planned again before the commit of its last plan.
+    /// priority, tenant, num_external_tokens, session
+    ///     Refused by name when set.
+    /// now : float, optional
+    ///     Arrival in seconds. Requests are ordered by the order of the calls.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     A handle that is never used again.
+    ///
+    /// Raises
+    /// ------
+    /// NeverFitsError
+    ///     If even an empty pool could not hold the request at its longest.
+    /// InvalidArgumentError
+    ///     For an argument out of range or a `request_id` in use; a ValueError, like the one above.
+    /// UnsupportedError
+    ///     For what this version does not have.
     #[pyo3(signature = (
         request_id, prompt_token_ids, *, max_tokens, n=1, stop_token_ids=None, min_tokens=0, priority=0, tenant=None,
         cache_salt=None, lora_id=None, image_spans=Vec::new(), use_prefix_cache=true, num_external_tokens=0,
         needs_commit=false, session=false, now=None,
     ))]
-    #[expect(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "the contract's keywords")]
+    #[expect(clippy::too_many_arguments, reason = "the contract's keywords")]
     fn add_request(
         &self,
         request_id: String,
@@ -95,20 +157,58 @@ impl Scheduler {
         self.inbox.add_request(request).map(Handle::get).map_err(to_py_err)
     }
 
+    /// End a request, or one of its samples, whatever state it is in. One that has ended is left alone.
     #[pyo3(signature = (handle, sequence=None))]
     fn abort(&self, handle: i64, sequence: Option<u32>) -> PyResult<()> {
         self.inbox.abort(Handle::new(handle), sequence).map_err(to_py_err)
     }
 
+    /// End a sample before the next `schedule` because the caller found its end, a stop string say.
     fn finish(&self, handle: i64, sequence: u32) -> PyResult<()> {
         self.core.with(|core| core.finish(Handle::new(handle), sequence))?.map_err(to_py_err)
     }
 
+    /// Make the next plan.
+    ///
+    /// Returns
+    /// -------
+    /// StepPlan
+    ///     Empty where nothing can run now; `blocked_on` then names the plan to end first.
+    ///
+    /// Raises
+    /// ------
+    /// StateError
+    ///     If `max_plans_in_flight` plans are in flight.
+    ///
+    /// Notes
+    /// -----
+    /// Cost: O(sequences + tokens + changed table entries); it does not depend on the length of running contexts.
     fn schedule(&self) -> PyResult<StepPlan> {
         let plan = self.core.with(Core::schedule)?.map_err(to_py_err)?;
         Ok(StepPlan::new(plan, &self.core))
     }
 
+    /// End the oldest plan with what the model sampled.
+    ///
+    /// Parameters
+    /// ----------
+    /// plan : StepPlan
+    ///     The oldest plan in flight.
+    /// tokens : array of int32 or int64, shape (M,), or sequence of int
+    ///     One token per sample, in the order of the plan.
+    /// parents, accepted
+    ///     Beams and drafts; refused by name.
+    ///
+    /// Returns
+    /// -------
+    /// StepResult
+    ///
+    /// Raises
+    /// ------
+    /// StateError
+    ///     If the plan is not the oldest in flight.
+    /// InvalidArgumentError
+    ///     For another number of tokens than samples, or a negative token.
     #[pyo3(signature = (plan, tokens, parents=None, accepted=None))]
     fn commit(
         &self,
@@ -128,14 +228,22 @@ impl Scheduler {
         Ok(StepResult(result))
     }
 
+    /// Undo a plan that did not run, or whose results are void, and cancel every plan behind it.
+    ///
+    /// Raises
+    /// ------
+    /// StateError
+    ///     If the plan is not in flight.
     fn rollback(&self, plan: &StepPlan) -> PyResult<()> {
         self.core.with(|core| core.rollback(plan.id()))?.map_err(to_py_err)
     }
 
+    /// Whether a request that was added has not ended.
     fn has_unfinished_requests(&self) -> bool {
         self.inbox.num_unfinished_requests() > 0
     }
 
+    /// Requests that were added and have not ended.
     fn num_unfinished_requests(&self) -> usize {
         self.inbox.num_unfinished_requests()
     }
@@ -145,8 +253,14 @@ impl Scheduler {
         self.core.with(|core| core.num_requests())
     }
 
+    /// Block table of a sample, int32 (num_blocks,), or None while it holds no block.
     #[pyo3(signature = (handle, sequence=0))]
-    fn block_table<'py>(&self, py: Python<'py>, handle: i64, sequence: u32) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        handle: i64,
+        sequence: u32,
+    ) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
         let table = self.core.with(|core| {
             let table = core.block_table(Handle::new(handle), sequence)?;
             Ok(table.map(|table| table.iter().map(|block| block.get() as i32).collect::<Vec<_>>()))
@@ -154,15 +268,18 @@ impl Scheduler {
         Ok(table.map_err(to_py_err)?.map(|table| array(py, table)))
     }
 
+    /// Holders of each block, int32, same length as `block_ids`.
     fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let blocks = ids("block_ids", block_ids)?;
         let counts = self.core.with(|core| {
-            let count = |&block: &i32| core.manager().pool().ref_count(BlockId::new(block as u32)).map(|count| count as i32);
+            let count =
+                |&block: &i32| core.manager().pool().ref_count(BlockId::new(block as u32)).map(|count| count as i32);
             blocks.iter().map(count).collect::<Result<Vec<_>, _>>()
         })?;
         Ok(array(py, counts.map_err(to_py_err)?))
     }
 
+    /// Share of the usable blocks that are not available, from 0 to 1.
     #[getter]
     fn usage(&self) -> PyResult<f64> {
         self.core.with(|core| core.manager().usage())
@@ -174,15 +291,23 @@ impl Scheduler {
         self.core.with(|core| counts(core.manager().pool()))
     }
 
+    /// Preemptions so far.
     #[getter]
     fn num_preemptions(&self) -> PyResult<u64> {
         self.core.with(|core| core.num_preemptions())
     }
 
+    /// Forget every cached prefix, after new weights say.
     fn reset_prefix_cache(&self) -> PyResult<()> {
         self.core.with(Core::reset_prefix_cache)
     }
 
+    /// Check every law of the bookkeeping; O(pool).
+    ///
+    /// Raises
+    /// ------
+    /// InternalError
+    ///     Naming the first law that does not hold.
     fn check_integrity(&self) -> PyResult<()> {
         self.core.with(|core| core.check_integrity())?.map_err(|broken| internal(&broken.to_string()))
     }
@@ -192,7 +317,9 @@ pub(crate) fn counts(pool: &pagedkv_core::BlockPool) -> (u32, u32, u32, u32) {
     (pool.num_free(), pool.num_cached(), pool.num_held(), pool.num_fenced())
 }
 
-/// What a commit did.
+/// What a commit did: four arrays with one entry per sample that got tokens, and lists of what changed state.
+///
+/// `finish_reason` is 0 for none, 1 for stop, 2 for length, 3 for abort.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct StepResult(CoreResult);
 
