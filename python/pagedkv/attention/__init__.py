@@ -65,7 +65,7 @@ def paged_attention(
     ------
     TypeError
         If an argument is no array, or has an element type that it cannot have.
-    ValueError
+    InvalidArgumentError
         If shapes disagree, an id or a length points outside, or memory is on another device. Nothing is written then.
 
     Notes

@@ -23,7 +23,7 @@ def paged_attention(
 ) -> Any:
     """Compute attention; see `pagedkv.paged_attention`."""
     if out is None:
-        out = make_like("out", q, q.shape)
+        out = make_like("out", q)
     lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
     _core.paged_attention(
         q,

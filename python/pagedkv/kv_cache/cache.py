@@ -3,7 +3,7 @@
 from typing import Any, Literal, Self
 
 from pagedkv import _core
-from pagedkv.exceptions import UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.memory import ITEM_BYTES, is_sliceable, make_blocks, make_table
 from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv
 
@@ -59,7 +59,7 @@ class KVCache:
     ------
     UnsupportedError
         If `dtype` or `device` waits for a later version.
-    TypeError, ValueError
+    TypeError, InvalidArgumentError
         If an argument is out of its range, or given memory does not have the shape and type that it should.
 
     Examples
@@ -97,16 +97,11 @@ class KVCache:
         self.head_dim = head_dim
         self.dtype = _dtype_name(dtype)
         _check_sizes(self, max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq)
-        _check_choice("layout", layout, ("block", "layer"))
-        _check_choice("backend", backend, ("torch", "numpy"))
-        if str(device) != "cpu":
-            raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
+        _check_place(layout, backend, device)
         self._backend = backend
         shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
         self.pool = _make_pool(backend, shape, self.dtype, layout) if pool is None else pool
         self._pool = _import("pool", self.pool, shape, self.dtype)
-        if self._pool.strides[-1] != 1:
-            raise ValueError(f"pool: expected stride 1 in the last dimension, found strides {self._pool.strides}")
         table_shape = (1, max_num_seqs, max_blocks_per_seq)
         self.block_table = make_table(backend, table_shape) if block_table is None else block_table
         self._block_table = _import("block_table", self.block_table, table_shape, "int32")
@@ -207,7 +202,7 @@ class KVCache:
         ------
         UnsupportedError
             If the plan has slot moves or swaps; nothing is written then.
-        ValueError
+        InvalidArgumentError
             If it names cells or blocks that the memory does not have.
         """
         for name in ("slot_moves", "swap_out", "swap_in"):
@@ -269,7 +264,7 @@ class KVCache:
 
     def _check_layer(self, layer: int) -> int:
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, found {layer}")
+            raise InvalidArgumentError(f"layer: expected 0 to {self.num_layers - 1}, found {layer}")
         return layer
 
 
@@ -283,7 +278,14 @@ def _dtype_name(dtype: Any) -> str:
 
 def _check_choice(argument: str, found: str, choices: tuple[str, ...]) -> None:
     if found not in choices:
-        raise ValueError(f"{argument}: expected one of {', '.join(choices)}, found {found!r}")
+        raise InvalidArgumentError(f"{argument}: expected one of {', '.join(choices)}, found {found!r}")
+
+
+def _check_place(layout: str, backend: str, device: Any) -> None:
+    _check_choice("layout", layout, ("block", "layer"))
+    _check_choice("backend", backend, ("torch", "numpy"))
+    if str(device) != "cpu":
+        raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
 
 
 def _check_sizes(cache: KVCache, **table_sizes: int) -> None:
@@ -291,7 +293,7 @@ def _check_sizes(cache: KVCache, **table_sizes: int) -> None:
     sizes = {name: getattr(cache, name) for name in names} | table_sizes
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name}: expected at least 1, found {size}")
+            raise InvalidArgumentError(f"{name}: expected at least 1, found {size}")
 
 
 def _make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
@@ -304,9 +306,9 @@ def _make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) ->
 def _import(argument: str, array: Any, shape: tuple[int, ...], dtype: str) -> _core.Tensor:
     tensor = _core.from_dlpack(array, dtype, argument=argument)
     if tensor.shape != shape:
-        raise ValueError(f"{argument}: expected shape {shape}, found {tensor.shape}")
+        raise InvalidArgumentError(f"{argument}: expected shape {shape}, found {tensor.shape}")
     if tensor.readonly:
-        raise ValueError(f"{argument}: expected writable memory, found a read-only array")
+        raise InvalidArgumentError(f"{argument}: expected writable memory, found a read-only array")
     return tensor
 
 

@@ -29,15 +29,15 @@ def make_table(backend: str, shape: tuple[int, ...]) -> Any:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def make_like(argument: str, array: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    """Make an output in the library of an input, of its element type or of the one named."""
+def make_like(argument: str, array: Any, shape: tuple[int, ...] | None = None, dtype: str | None = None) -> Any:
+    """Make an output in the library of an input, of its shape and element type where none are given."""
     torch = _torch()
     if torch is not None and isinstance(array, torch.Tensor):
         torch_dtype = array.dtype if dtype is None else getattr(torch, dtype)
-        return torch.empty(shape, dtype=torch_dtype, device=array.device)
+        return torch.empty(array.shape if shape is None else shape, dtype=torch_dtype, device=array.device)
     if isinstance(array, np.ndarray):
-        return np.empty(shape, array.dtype if dtype is None else dtype)
-    raise TypeError(f"{argument}: expected an output, as inputs of {type(array).__name__} do not say who makes it")
+        return np.empty(array.shape if shape is None else shape, array.dtype if dtype is None else dtype)
+    raise TypeError(f"{argument}: expected an array to write to, as none is made like a {type(array).__name__}")
 
 
 def is_sliceable(array: Any) -> bool:

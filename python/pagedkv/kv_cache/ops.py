@@ -20,7 +20,7 @@ def append_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> 
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, InvalidArgumentError
         If shapes disagree, types are not supported, inputs overlap a cache, or a slot is outside it. Nothing is
         written then.
 
@@ -47,7 +47,7 @@ def copy_blocks(pool: Any, pairs: Any) -> None:
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, InvalidArgumentError
         If a block is outside the pool, or the outcome would depend on the order. Nothing is written then.
 
     Examples
@@ -86,7 +86,7 @@ def gather_kv(
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, InvalidArgumentError
         If shapes disagree, types are not supported, or a length or block points outside. Nothing is written then.
 
     Examples
@@ -99,7 +99,7 @@ def gather_kv(
     """
     if out is None:
         num_tokens = max(0, sum(int(length) for length in seq_lens))
-        shape = (num_tokens, k_cache.shape[1], k_cache.shape[3])
+        shape = (num_tokens, *_core.from_dlpack(k_cache, argument="k_cache").shape[1::2])
         out = (make_like("out", k_cache, shape), make_like("out", v_cache, shape))
     k_out, v_out = out
     _core.gather_kv(k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows)

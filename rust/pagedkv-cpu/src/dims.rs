@@ -12,14 +12,7 @@ pub const KEYS: [&str; 3] = ["num_tokens", "num_kv_heads", "head_dim"];
 /// Dimensions of one layer of the cache.
 pub const CACHE: [&str; 4] = ["num_blocks", "num_kv_heads", "block_size", "head_dim"];
 /// Dimensions of a whole pool.
-pub const POOL: [&str; 6] = [
-    "num_blocks",
-    "num_layers",
-    "2",
-    "num_kv_heads",
-    "block_size",
-    "head_dim",
-];
+pub const POOL: [&str; 6] = ["num_blocks", "num_layers", "2", "num_kv_heads", "block_size", "head_dim"];
 /// Dimensions of a block table.
 pub const BLOCK_TABLE: [&str; 2] = ["num_rows", "max_blocks_per_seq"];
 /// Dimensions of a block table with its axis of cache groups.
@@ -63,16 +56,9 @@ impl Dims {
         names: [&'static str; N],
     ) -> Result<()> {
         let shape = view.shape();
-        let agrees = names
-            .iter()
-            .zip(shape)
-            .all(|(name, size)| self.size(name).is_none_or(|bound| bound == size));
+        let agrees = names.iter().zip(shape).all(|(name, size)| self.size(name).is_none_or(|bound| bound == size));
         if !agrees {
-            return Err(Error::Shape {
-                argument,
-                expected: self.expected(&names),
-                found: shape_text(&shape),
-            });
+            return Err(Error::Shape { argument, expected: self.expected(&names), found: shape_text(&shape) });
         }
         for (name, size) in names.into_iter().zip(shape) {
             if self.size(name).is_none() {
@@ -100,11 +86,7 @@ pub(crate) fn check_computed<const N: usize>(argument: &'static str, view: &View
     if view.dtype().is_computed() {
         return Ok(());
     }
-    Err(Error::DType {
-        argument,
-        expected: COMPUTED,
-        found: view.dtype().name(),
-    })
+    Err(Error::DType { argument, expected: COMPUTED, found: view.dtype().name() })
 }
 
 /// Refuses every element type but one.
@@ -112,11 +94,7 @@ pub(crate) fn check_dtype<const N: usize>(argument: &'static str, view: &View<N>
     if view.dtype() == dtype {
         return Ok(());
     }
-    Err(Error::DType {
-        argument,
-        expected: dtype.name(),
-        found: view.dtype().name(),
-    })
+    Err(Error::DType { argument, expected: dtype.name(), found: view.dtype().name() })
 }
 
 /// Refuses rows of `head_dim` that are not contiguous.
@@ -124,11 +102,7 @@ pub(crate) fn check_rows<const N: usize>(argument: &'static str, view: &View<N>)
     if view.has_contiguous_rows() {
         return Ok(());
     }
-    Err(Error::Strides {
-        argument,
-        expected: "stride 1 in the last dimension",
-        found: shape_text(&view.strides()),
-    })
+    Err(Error::Strides { argument, expected: "stride 1 in the last dimension", found: shape_text(&view.strides()) })
 }
 
 /// Refuses an output in which two elements may share an address.
@@ -152,8 +126,5 @@ pub(crate) fn check_apart<const N: usize, const M: usize>(
     if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
         return Ok(());
     }
-    Err(Error::Overlap {
-        output: output.0,
-        other: other.0,
-    })
+    Err(Error::Overlap { output: output.0, other: other.0 })
 }

@@ -1,15 +1,14 @@
 //! What a caller can get wrong, with the values in it.
 
-use thiserror::Error as ThisError;
+use std::fmt;
 
 /// The result of every operation of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// A caller's mistake. Nothing was written.
-#[derive(Clone, Debug, PartialEq, ThisError)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
     /// An element type that the argument cannot have.
-    #[error("{argument}: expected dtype {expected}, found {found}")]
     DType {
         /// The argument's name.
         argument: &'static str,
@@ -19,7 +18,6 @@ pub enum Error {
         found: &'static str,
     },
     /// A rank or a size that does not fit the other arguments.
-    #[error("{argument}: expected shape {expected}, found {found}")]
     Shape {
         /// The argument's name.
         argument: &'static str,
@@ -29,7 +27,6 @@ pub enum Error {
         found: String,
     },
     /// Strides that the operation cannot work with.
-    #[error("{argument}: expected {expected}, found strides {found}")]
     Strides {
         /// The argument's name.
         argument: &'static str,
@@ -39,7 +36,6 @@ pub enum Error {
         found: String,
     },
     /// An element of an index array that points outside.
-    #[error("{argument}[{index}]: expected {expected}, found {found}")]
     Element {
         /// The argument's name.
         argument: &'static str,
@@ -51,7 +47,6 @@ pub enum Error {
         found: i64,
     },
     /// A number that is out of its range.
-    #[error("{argument}: expected {expected}, found {found}")]
     Value {
         /// The argument's name.
         argument: &'static str,
@@ -61,7 +56,6 @@ pub enum Error {
         found: String,
     },
     /// An output whose memory an input or another output uses.
-    #[error("{output}: expected memory of its own, found an overlap with {other}")]
     Overlap {
         /// The output's name.
         output: &'static str,
@@ -69,3 +63,36 @@ pub enum Error {
         other: &'static str,
     },
 }
+
+impl Error {
+    /// The argument, what was expected of it, and what was found.
+    pub fn parts(&self) -> (String, String, String) {
+        match self {
+            Self::DType { argument, expected, found } => {
+                (argument.to_string(), format!("dtype {expected}"), found.to_string())
+            }
+            Self::Shape { argument, expected, found } => {
+                (argument.to_string(), format!("shape {expected}"), found.clone())
+            }
+            Self::Strides { argument, expected, found } => {
+                (argument.to_string(), expected.to_string(), format!("strides {found}"))
+            }
+            Self::Element { argument, index, expected, found } => {
+                (format!("{argument}[{index}]"), expected.clone(), found.to_string())
+            }
+            Self::Value { argument, expected, found } => (argument.to_string(), expected.clone(), found.clone()),
+            Self::Overlap { output, other } => {
+                (output.to_string(), "memory of its own".to_owned(), format!("an overlap with {other}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (argument, expected, found) = self.parts();
+        write!(f, "{argument}: expected {expected}, found {found}")
+    }
+}
+
+impl std::error::Error for Error {}

@@ -31,17 +31,8 @@ pub enum DType {
 
 impl DType {
     /// Every element type, in the order of declaration.
-    pub const ALL: [Self; 9] = [
-        Self::F32,
-        Self::F16,
-        Self::BF16,
-        Self::F8E4M3,
-        Self::F8E5M2,
-        Self::I32,
-        Self::I64,
-        Self::U8,
-        Self::U16,
-    ];
+    pub const ALL: [Self; 9] =
+        [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I32, Self::I64, Self::U8, Self::U16];
 
     /// Bytes of one element.
     pub const fn size_bytes(self) -> usize {
@@ -123,12 +114,7 @@ impl<const N: usize> View<N> {
     /// allocation, aligned to its size, readable from any thread and written by nobody else. A view that is passed as
     /// an output must be writable too.
     pub const unsafe fn new(data: *mut c_void, dtype: DType, shape: [usize; N], strides: [i64; N]) -> Self {
-        Self {
-            data,
-            dtype,
-            shape,
-            strides,
-        }
+        Self { data, dtype, shape, strides }
     }
 
     /// Element type.
@@ -177,17 +163,8 @@ impl<const N: usize> View<N> {
     }
 
     fn cell<T: Integer>(&self, index: [usize; N]) -> *mut T {
-        assert!(
-            self.dtype == T::DTYPE,
-            "a view of {} has no {}",
-            self.dtype.name(),
-            T::DTYPE.name()
-        );
-        assert!(
-            index.iter().zip(&self.shape).all(|(i, n)| i < n),
-            "{index:?} is outside {:?}",
-            self.shape
-        );
+        assert!(self.dtype == T::DTYPE, "a view of {} has no {}", self.dtype.name(), T::DTYPE.name());
+        assert!(index.iter().zip(&self.shape).all(|(i, n)| i < n), "{index:?} is outside {:?}", self.shape);
         self.at(index).cast()
     }
 
@@ -206,8 +183,7 @@ impl<const N: usize> View<N> {
         for (i, stride) in index.iter().zip(&self.strides) {
             offset += *i as i64 * stride;
         }
-        self.data
-            .wrapping_byte_offset(offset as isize * self.dtype.size_bytes() as isize)
+        self.data.wrapping_byte_offset(offset as isize * self.dtype.size_bytes() as isize)
     }
 
     /// The addresses between its lowest and its highest byte.

@@ -155,15 +155,8 @@ impl World {
 fn attention_equals_the_naive_softmax_when_prefill_and_decode_are_mixed() {
     for options in [
         AttentionOptions::default(),
-        AttentionOptions {
-            sliding_window: Some(5),
-            ..Default::default()
-        },
-        AttentionOptions {
-            soft_cap: Some(0.7),
-            softmax_scale: Some(0.9),
-            ..Default::default()
-        },
+        AttentionOptions { sliding_window: Some(5), ..Default::default() },
+        AttentionOptions { soft_cap: Some(0.7), softmax_scale: Some(0.9), ..Default::default() },
     ] {
         let mut world = World::new(&[(1, 1), (41, 1), (1100, 3), (7, 7), (60, 33), (0, 0), (0, 2), (3, 5)]);
         world.run(&options, 1).unwrap();
@@ -180,20 +173,8 @@ fn attention_is_bit_identical_when_the_number_of_threads_changes() {
     for threads in 2..5 {
         let mut world = World::new(&sequences);
         world.run(&AttentionOptions::default(), threads).unwrap();
-        assert!(
-            alone
-                .out
-                .iter()
-                .zip(&world.out)
-                .all(|(a, b)| a.to_bits() == b.to_bits())
-        );
-        assert!(
-            alone
-                .lse
-                .iter()
-                .zip(&world.lse)
-                .all(|(a, b)| a.to_bits() == b.to_bits())
-        );
+        assert!(alone.out.iter().zip(&world.out).all(|(a, b)| a.to_bits() == b.to_bits()));
+        assert!(alone.lse.iter().zip(&world.lse).all(|(a, b)| a.to_bits() == b.to_bits()));
     }
 }
 
@@ -202,10 +183,7 @@ fn attention_leaves_the_output_alone_when_a_block_does_not_exist() {
     let mut world = World::new(&[(7, 7)]);
     world.table[2] = NUM_BLOCKS as i32;
     let error = world.run(&AttentionOptions::default(), 1).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "block_table[0, 2]: expected a block below 900, found 900"
-    );
+    assert_eq!(error.to_string(), "block_table[0, 2]: expected a block below 900, found 900");
     assert!(world.out.iter().all(|o| o.is_nan()));
 }
 
@@ -214,8 +192,5 @@ fn attention_names_the_sequence_when_it_is_longer_than_the_table() {
     let mut world = World::new(&[(7, 7)]);
     world.seq_lens[0] = 2701;
     let error = world.run(&AttentionOptions::default(), 1).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "seq_lens[0]: expected at most 2700 (900 blocks of 3), found 2701"
-    );
+    assert_eq!(error.to_string(), "seq_lens[0]: expected at most 2700 (900 blocks of 3), found 2701");
 }

@@ -4,12 +4,13 @@ use pagedkv_cpu::{
     AttentionOptions, BLOCK_TABLE, Batch, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, LSE, Operands, POOL,
     QUERIES, VALUES_OUT,
 };
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use crate::dlpack::{Tensor, import};
+use crate::errors::invalid;
 
 const NUM_THREADS: &str = "PAGEDKV_NUM_THREADS";
 
@@ -31,8 +32,7 @@ pub(crate) fn append_kv(
     let threads = threads(py, num_threads)?;
     let (k_view, v_view) = (k.view("k", KEYS)?, v.view("v", KEYS)?);
     let (k_to, v_to) = (k_cache.view_mut("k_cache", CACHE)?, v_cache.view_mut("v_cache", CACHE)?);
-    py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, threads))
-        .map_err(to_py_err)
+    py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, threads)).map_err(to_py_err)
 }
 
 /// Copies whole blocks over all layers; see `pagedkv_cpu::copy_blocks`.
@@ -48,17 +48,13 @@ pub(crate) fn copy_blocks(
     let pairs: Vec<[i32; 2]> = records("pairs", pairs)?;
     let threads = threads(py, num_threads)?;
     let view = pool.view_mut("pool", POOL)?;
-    py.detach(|| pagedkv_cpu::copy_blocks(&view, &pairs, threads))
-        .map_err(to_py_err)
+    py.detach(|| pagedkv_cpu::copy_blocks(&view, &pairs, threads)).map_err(to_py_err)
 }
 
 /// Collects whole sequences into contiguous arrays; see `pagedkv_cpu::gather_kv`.
 #[pyfunction]
 #[pyo3(signature = (k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows=None, *, num_threads=None))]
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the arguments of the operation in every language"
-)]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn gather_kv(
     py: Python<'_>,
     k_cache: &Bound<'_, PyAny>,
@@ -78,10 +74,7 @@ pub(crate) fn gather_kv(
     let threads = threads(py, num_threads)?;
     let (k_from, v_from) = (k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?);
     let table = block_table.view("block_table", BLOCK_TABLE)?;
-    let (k_to, v_to) = (
-        k_out.view_mut("k_out", VALUES_OUT)?,
-        v_out.view_mut("v_out", VALUES_OUT)?,
-    );
+    let (k_to, v_to) = (k_out.view_mut("k_out", VALUES_OUT)?, v_out.view_mut("v_out", VALUES_OUT)?);
     let rows = rows.as_deref();
     py.detach(|| pagedkv_cpu::gather_kv(&k_from, &v_from, &table, rows, &seq_lens, &k_to, &v_to, threads))
         .map_err(to_py_err)
@@ -97,18 +90,14 @@ pub(crate) fn update_block_table(
     let block_table = array("block_table", block_table)?;
     let updates: Vec<[i32; 4]> = records("table_updates", table_updates)?;
     let view = block_table.view_mut("block_table", GROUPED_BLOCK_TABLE)?;
-    py.detach(|| pagedkv_cpu::update_block_table(&view, &updates))
-        .map_err(to_py_err)
+    py.detach(|| pagedkv_cpu::update_block_table(&view, &updates)).map_err(to_py_err)
 }
 
 /// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
 #[pyfunction]
 #[pyo3(signature = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *, rows=None, lse=None,
                     softmax_scale=None, sliding_window=None, soft_cap=None, num_threads=None))]
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the arguments of the operation in every language"
-)]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn paged_attention(
     py: Python<'_>,
     q: &Bound<'_, PyAny>,
@@ -146,13 +135,8 @@ pub(crate) fn paged_attention(
         seq_lens: &seq_lens,
         query_start_loc: &query_start_loc,
     };
-    let options = AttentionOptions {
-        softmax_scale,
-        sliding_window,
-        soft_cap,
-    };
-    py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads))
-        .map_err(to_py_err)
+    let options = AttentionOptions { softmax_scale, sliding_window, soft_cap };
+    py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads)).map_err(to_py_err)
 }
 
 /// Threads that the operations use where the caller names no number.
@@ -165,13 +149,11 @@ pub(crate) fn default_num_threads(py: Python<'_>) -> PyResult<usize> {
         let found = value.to_string_lossy().into_owned();
         return match found.parse() {
             Ok(threads) if threads > 0 => Ok(threads),
-            _ => Err(refuse(NUM_THREADS, "a number above 0", &format!("{found:?}"))),
+            _ => Err(invalid(NUM_THREADS, "a number above 0", &format!("{found:?}"))),
         };
     }
     let modules = MODULES.get_or_try_init(py, || py.import("sys")?.getattr("modules").map(Bound::unbind))?;
-    let torch = modules
-        .bind(py)
-        .call_method1(intern!(py, "get"), (intern!(py, "torch"),))?;
+    let torch = modules.bind(py).call_method1(intern!(py, "get"), (intern!(py, "torch"),))?;
     if torch.is_none() {
         return Ok(std::thread::available_parallelism().map_or(1, usize::from));
     }
@@ -181,7 +163,7 @@ pub(crate) fn default_num_threads(py: Python<'_>) -> PyResult<usize> {
 fn threads(py: Python<'_>, asked: Option<usize>) -> PyResult<usize> {
     match asked {
         None => default_num_threads(py),
-        Some(0) => Err(refuse("num_threads", "a number above 0", "0")),
+        Some(0) => Err(invalid("num_threads", "a number above 0", "0")),
         Some(threads) => Ok(threads),
     }
 }
@@ -206,11 +188,7 @@ fn records<T: Integer, const N: usize>(argument: &str, object: &Bound<'_, PyAny>
     let view = tensor.view(argument, ["n", &columns])?;
     if view.shape()[1] != N {
         let [rows, found] = view.shape();
-        return Err(refuse(
-            argument,
-            &format!("shape (n, {N})"),
-            &format!("({rows}, {found})"),
-        ));
+        return Err(invalid(argument, &format!("shape (n, {N})"), &format!("({rows}, {found})")));
     }
     let record = |i: usize| std::array::from_fn(|j| view.get([i, j]));
     Ok((0..view.shape()[0]).map(record).collect())
@@ -221,20 +199,14 @@ fn check_integers<T: Integer>(argument: &str, tensor: &Tensor) -> PyResult<()> {
         return Ok(());
     }
     let (expected, found) = (T::DTYPE.name(), tensor.dtype().name());
-    Err(PyTypeError::new_err(format!(
-        "{argument}: expected dtype {expected}, found {found}"
-    )))
-}
-
-fn refuse(argument: &str, expected: &str, found: &str) -> PyErr {
-    PyValueError::new_err(format!("{argument}: expected {expected}, found {found}"))
+    Err(PyTypeError::new_err(format!("{argument}: expected dtype {expected}, found {found}")))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "map_err hands it over by value")]
 fn to_py_err(error: Error) -> PyErr {
-    let message = error.to_string();
-    match error {
-        Error::DType { .. } => PyTypeError::new_err(message),
-        _ => PyValueError::new_err(message),
+    if let Error::DType { .. } = error {
+        return PyTypeError::new_err(error.to_string());
     }
+    let (argument, expected, found) = error.parts();
+    invalid(&argument, &expected, &found)
 }

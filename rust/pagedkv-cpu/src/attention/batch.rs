@@ -41,19 +41,13 @@ impl Batch<'_> {
             return Err(refuse(0, "0".to_owned()));
         }
         if let Some(index) = starts.windows(2).position(|pair| pair[1] < pair[0]) {
-            return Err(refuse(
-                index + 1,
-                format!("at least {}, the entry before it", starts[index]),
-            ));
+            return Err(refuse(index + 1, format!("at least {}, the entry before it", starts[index])));
         }
         let last = starts.len() - 1;
         if starts[last] as usize > num_tokens {
             return Err(refuse(last, format!("at most num_tokens={num_tokens}")));
         }
-        Ok(starts
-            .windows(2)
-            .map(|pair| pair[0] as usize..pair[1] as usize)
-            .collect())
+        Ok(starts.windows(2).map(|pair| pair[0] as usize..pair[1] as usize).collect())
     }
 }
 
@@ -96,12 +90,7 @@ impl<'a> BlockTable<'a> {
                     found: crate::dims::shape_text(&table.shape()),
                 });
             }
-            return Ok(Self {
-                table,
-                rows: None,
-                num_blocks,
-                block_size,
-            });
+            return Ok(Self { table, rows: None, num_blocks, block_size });
         };
         if rows.len() != num_seqs {
             return Err(Error::Shape {
@@ -119,12 +108,7 @@ impl<'a> BlockTable<'a> {
                 found: i64::from(rows[index]),
             });
         }
-        Ok(Self {
-            table,
-            rows: Some(rows),
-            num_blocks,
-            block_size,
-        })
+        Ok(Self { table, rows: Some(rows), num_blocks, block_size })
     }
 
     /// The blocks that hold `tokens` of a sequence, in order.

@@ -24,10 +24,7 @@ pub(super) fn run(kernel: &Kernel<'_>, merge: &Merge, partials: &[OnceLock<Parti
 impl Partial {
     fn join(&mut self, other: &Self) {
         let head_dim = self.acc.len() / self.max.len();
-        let rows = self
-            .acc
-            .chunks_exact_mut(head_dim)
-            .zip(other.acc.chunks_exact(head_dim));
+        let rows = self.acc.chunks_exact_mut(head_dim).zip(other.acc.chunks_exact(head_dim));
         for (r, (acc, other_acc)) in rows.enumerate() {
             if other.max[r] == f32::NEG_INFINITY {
                 // No score, or none but NaN, which must stay visible.

@@ -89,13 +89,7 @@ pub fn paged_attention(
 }
 
 fn check_operands(operands: &Operands, options: &AttentionOptions) -> Result<Cut> {
-    let Operands {
-        q,
-        k_cache,
-        v_cache,
-        out,
-        lse,
-    } = operands;
+    let Operands { q, k_cache, v_cache, out, lse } = operands;
     let mut dims = Dims::default();
     dims.bind("q", q, QUERIES)?;
     dims.bind("k_cache", k_cache, CACHE)?;
@@ -130,13 +124,8 @@ fn check_lse(dims: &mut Dims, operands: &Operands, lse: &View<2>) -> Result<()> 
 }
 
 fn check_options(options: &AttentionOptions) -> Result<()> {
-    let refuse = |argument, expected: &str, found: String| {
-        Err(Error::Value {
-            argument,
-            expected: expected.to_owned(),
-            found,
-        })
-    };
+    let refuse =
+        |argument, expected: &str, found: String| Err(Error::Value { argument, expected: expected.to_owned(), found });
     if let Some(scale) = options.softmax_scale
         && !scale.is_finite()
     {
@@ -156,13 +145,8 @@ fn check_options(options: &AttentionOptions) -> Result<()> {
 fn check_sizes(operands: &Operands, options: &AttentionOptions) -> Result<Cut> {
     let [num_tokens, num_q_heads, head_dim] = operands.q.shape();
     let [num_blocks, num_kv_heads, block_size, _] = operands.k_cache.shape();
-    let refuse = |argument, expected: String, found: usize| {
-        Err(Error::Value {
-            argument,
-            expected,
-            found: found.to_string(),
-        })
-    };
+    let refuse =
+        |argument, expected: String, found: usize| Err(Error::Value { argument, expected, found: found.to_string() });
     if !head_dim.is_multiple_of(HEAD_DIM_STEP) || !(1..=MAX_HEAD_DIM).contains(&head_dim) {
         let expected = format!("a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}");
         return refuse("head_dim", expected, head_dim);

@@ -129,13 +129,8 @@ impl Plan {
     }
 
     fn check_sequence(&self, table: &BlockTable<'_>, len: usize, tokens: Range<usize>) -> Result<Sequence> {
-        let mut sequence = Sequence {
-            len,
-            tokens,
-            blocks: Vec::new(),
-            skipped_blocks: 0,
-            window: self.cut.sliding_window,
-        };
+        let mut sequence =
+            Sequence { len, tokens, blocks: Vec::new(), skipped_blocks: 0, window: self.cut.sliding_window };
         if sequence.tokens.is_empty() {
             return Ok(sequence);
         }
@@ -154,14 +149,7 @@ impl Plan {
             let chunks = chunks(&keys, num_queries <= MAX_QUERIES_TO_CUT_KEYS);
             for kv_head in 0..self.cut.num_kv_heads {
                 let queries = queries.clone();
-                self.push_tile(
-                    &Tile {
-                        sequence: index,
-                        kv_head,
-                        queries,
-                    },
-                    &chunks,
-                );
+                self.push_tile(&Tile { sequence: index, kv_head, queries }, &chunks);
             }
         }
     }
@@ -181,10 +169,7 @@ impl Plan {
         }
         if is_cut {
             self.merge_work += elements * chunks.len();
-            self.merges.push(Merge {
-                tile: tile.clone(),
-                partials: first..self.num_partials,
-            });
+            self.merges.push(Merge { tile: tile.clone(), partials: first..self.num_partials });
         }
     }
 }
@@ -212,16 +197,7 @@ mod tests {
 
     #[test]
     fn a_query_sees_no_key_when_its_position_is_before_the_sequence() {
-        let sequence = Sequence {
-            len: 2,
-            tokens: 10..14,
-            blocks: Vec::new(),
-            skipped_blocks: 0,
-            window: None,
-        };
-        assert_eq!(
-            (0..4).map(|i| sequence.visible(i)).collect::<Vec<_>>(),
-            [0..0, 0..0, 0..1, 0..2]
-        );
+        let sequence = Sequence { len: 2, tokens: 10..14, blocks: Vec::new(), skipped_blocks: 0, window: None };
+        assert_eq!((0..4).map(|i| sequence.visible(i)).collect::<Vec<_>>(), [0..0, 0..0, 0..1, 0..2]);
     }
 }

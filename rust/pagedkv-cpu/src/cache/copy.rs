@@ -83,10 +83,7 @@ impl Spans {
             .filter(|(_, n)| *n != 1)
             .collect();
         if steps.iter().any(|(_, n)| *n == 0) {
-            return Self {
-                starts: Vec::new(),
-                bytes: 0,
-            };
+            return Self { starts: Vec::new(), bytes: 0 };
         }
         steps.sort_unstable();
         let mut len = 1_i64;
@@ -105,10 +102,7 @@ impl Spans {
                 .flat_map(|start| (0..n).map(move |i| start + i as isize * stride as isize * size as isize))
                 .collect();
         }
-        Self {
-            starts,
-            bytes: len as usize * size,
-        }
+        Self { starts, bytes: len as usize * size }
     }
 }
 

@@ -20,10 +20,7 @@ use crate::view::View;
 /// # Complexity
 ///
 /// One row of `head_dim` elements moved per token, KV head and cache.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the arguments of the operation in every language"
-)]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub fn gather_kv(
     k_cache: &View<4>,
     v_cache: &View<4>,

@@ -46,10 +46,6 @@ pub(super) fn describe(dtype: DLDataType) -> String {
         DLDataTypeCode::BOOL => return "bool".to_owned(),
         other => return format!("DLPack type code {} with {} bits", other.0, dtype.bits),
     };
-    let lanes = if dtype.lanes == 1 {
-        String::new()
-    } else {
-        format!("x{}", dtype.lanes)
-    };
+    let lanes = if dtype.lanes == 1 { String::new() } else { format!("x{}", dtype.lanes) };
     format!("{kind}{}{lanes}", dtype.bits)
 }

@@ -28,10 +28,7 @@ impl Tensor {
         let mut header = Dynamic::new(&self.shape[..], &self.strides[..])
             .initialize_as::<M>(Arc::clone(&self.owner))
             .map_err(|error| PyBufferError::new_err(error.to_string()))?;
-        header
-            .set_data(self.data.0)
-            .set_dtype(to_dlpack(self.dtype))
-            .set_device(self.device);
+        header.set_data(self.data.0).set_dtype(to_dlpack(self.dtype)).set_device(self.device);
         Ok(header)
     }
 }
@@ -42,11 +39,7 @@ impl DlpackExporter for Tensor {
     }
 
     fn flags(&self) -> DlpackFlags {
-        if self.readonly {
-            DlpackFlags::READ_ONLY
-        } else {
-            DlpackFlags::empty()
-        }
+        if self.readonly { DlpackFlags::READ_ONLY } else { DlpackFlags::empty() }
     }
 
     fn prepare_export(&self, _py: Python<'_>, _request: &ExportRequest<'_>) -> PyResult<()> {
@@ -60,9 +53,7 @@ impl DlpackExporter for Tensor {
 
     fn export_versioned(&self, _py: Python<'_>) -> PyResult<Managed<DLManagedTensorVersioned>> {
         let mut header = self.header()?;
-        header
-            .set_flags(DlpackExporter::flags(self))
-            .map_err(|error| PyBufferError::new_err(error.to_string()))?;
+        header.set_flags(DlpackExporter::flags(self)).map_err(|error| PyBufferError::new_err(error.to_string()))?;
         // SAFETY: as for the unversioned header; the flag says whether the memory may be written.
         Ok(unsafe { header.finish() })
     }

@@ -1,16 +1,18 @@
 //! From a Python object to a `Tensor`.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use dlpark::DlpackFlags;
 use dlpark::python::{ImportRequest, ImportedDlpack};
 use pagedkv_cpu::DType;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::dtype::{describe, from_dlpack, reads_as};
 use super::{Address, Sizes, Tensor, is_host};
+use crate::errors::invalid;
 
 /// Takes hold of an array, or says what is wrong with the argument of that name.
 pub(crate) fn import(argument: &str, object: &Bound<'_, PyAny>, dtype: Option<DType>) -> PyResult<Tensor> {
@@ -25,11 +27,7 @@ pub(crate) fn import(argument: &str, object: &Bound<'_, PyAny>, dtype: Option<DT
 
 /// The element type of that name.
 pub(crate) fn parse_dtype(name: &str) -> PyResult<DType> {
-    DType::from_name(name).ok_or_else(|| {
-        let known: Vec<&str> = DType::ALL.into_iter().map(DType::name).collect();
-        let known = known.join(", ");
-        PyValueError::new_err(format!("dtype: expected one of {known}, found {name:?}"))
-    })
+    DType::from_name(name).ok_or_else(|| invalid("dtype", &format!("one of {}", known_dtypes()), &format!("{name:?}")))
 }
 
 fn request(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<ImportedDlpack> {
@@ -43,9 +41,7 @@ fn request(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<ImportedDlpack
     if let Ok(requires_grad) = object.getattr(intern!(py, "requires_grad"))
         && requires_grad.is_truthy()?
     {
-        let message =
-            format!("{argument}: expected a tensor without gradient, found one that requires grad: detach it");
-        return Err(PyValueError::new_err(message));
+        return Err(invalid(argument, "a tensor without gradient", "one that requires grad: detach it"));
     }
     let result = ImportRequest::new(object.as_borrowed()).and_then(|request| request.import(None, None));
     let result = match result {
@@ -53,12 +49,9 @@ fn request(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<ImportedDlpack
         other => other,
     };
     result.map_err(|error| {
-        let found = object
-            .get_type()
-            .name()
-            .map_or_else(|_| "array".to_owned(), |name| name.to_string());
-        let message = format!("{argument}: {found} does not give its memory away: {}", error.value(py));
-        let refusal = PyValueError::new_err(message);
+        let found = object.get_type().name().map_or_else(|_| "array".to_owned(), |name| name.to_string());
+        let found = format!("{found}: {}", error.value(py));
+        let refusal = invalid(argument, "an array that gives its memory away", &found);
         refusal.set_cause(py, Some(error));
         refusal
     })
@@ -82,24 +75,21 @@ fn request_unversioned(object: &Bound<'_, PyAny>, error: PyErr) -> PyResult<Impo
 }
 
 fn describe_memory(argument: &str, imported: ImportedDlpack, dtype: Option<DType>) -> PyResult<Tensor> {
-    let refuse = |problem: String| PyValueError::new_err(format!("{argument}: {problem}"));
-    let tensor = imported.validate().map_err(|error| refuse(error.to_string()))?;
+    let refuse = |problem: &dyn Display| invalid(argument, "a sound DLPack header", &problem.to_string());
+    let tensor = imported.validate().map_err(|error| refuse(&error))?;
     let stored = from_dlpack(tensor.dtype()).ok_or_else(|| {
-        let known: Vec<&str> = DType::ALL.into_iter().map(DType::name).collect();
-        let (known, found) = (known.join(", "), describe(tensor.dtype()));
-        PyTypeError::new_err(format!("{argument}: expected dtype {known}, found {found}"))
+        let (expected, found) = (known_dtypes(), describe(tensor.dtype()));
+        PyTypeError::new_err(format!("{argument}: expected dtype {expected}, found {found}"))
     })?;
     let dtype = reinterpret(argument, stored, dtype)?;
-    let strides = tensor.strides_or_compact().map_err(|error| refuse(error.to_string()))?;
+    let strides = tensor.strides_or_compact().map_err(|error| refuse(&error))?;
     let (shape, strides) = (Sizes::from_slice(tensor.shape()), Sizes::from_slice(&strides));
     // SAFETY: the producer vouches that the offset stays inside its allocation.
-    let data = unsafe { tensor.offset_bytes_ptr() }.map_err(|error| refuse(error.to_string()))?;
+    let data = unsafe { tensor.offset_bytes_ptr() }.map_err(|error| refuse(&error))?;
     let device = tensor.device();
     if is_host(device) && tensor.num_elements() > 0 && !(data as usize).is_multiple_of(dtype.size_bytes()) {
-        return Err(refuse(format!(
-            "expected memory aligned to {} bytes, found {data:p}",
-            dtype.size_bytes()
-        )));
+        let expected = format!("memory aligned to {} bytes", dtype.size_bytes());
+        return Err(invalid(argument, &expected, &format!("address {data:p}")));
     }
     Ok(Tensor {
         data: Address(data.cast_mut().cast()),
@@ -110,6 +100,11 @@ fn describe_memory(argument: &str, imported: ImportedDlpack, dtype: Option<DType
         readonly: imported.flags().contains(DlpackFlags::READ_ONLY),
         owner: Arc::new(imported),
     })
+}
+
+fn known_dtypes() -> String {
+    let names: Vec<&str> = DType::ALL.into_iter().map(DType::name).collect();
+    names.join(", ")
 }
 
 fn reinterpret(argument: &str, stored: DType, wanted: Option<DType>) -> PyResult<DType> {

@@ -15,10 +15,12 @@ use std::sync::Arc;
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, ImportedDlpack};
 use pagedkv_cpu::{DType, View, shape_text};
-use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use smallvec::SmallVec;
+
+use crate::errors::invalid;
 
 type Sizes = SmallVec<[i64; 6]>;
 
@@ -55,14 +57,12 @@ impl Tensor {
     /// The view of an input, or the reason why the operations of the CPU cannot read it.
     pub(crate) fn view<const N: usize>(&self, argument: &str, dims: [&str; N]) -> PyResult<View<N>> {
         if !is_host(self.device) {
-            let device = device_name(self.device);
-            let message = format!("{argument}: expected memory on the cpu, found device {device}");
-            return Err(PyValueError::new_err(message));
+            let found = format!("device {}", device_name(self.device));
+            return Err(invalid(argument, "memory on the cpu", &found));
         }
         let (Ok(shape), Ok(strides)) = (self.shape[..].try_into(), self.strides[..].try_into()) else {
-            let (expected, found) = (shape_text(&dims), shape_text(&self.shape));
-            let message = format!("{argument}: expected shape {expected}, found {found}");
-            return Err(PyValueError::new_err(message));
+            let expected = format!("shape {}", shape_text(&dims));
+            return Err(invalid(argument, &expected, &shape_text(&self.shape)));
         };
         let shape: [i64; N] = shape;
         // SAFETY: the producer vouches for shape and strides (sizes were checked to be 0 or more), `import` checked the
@@ -73,8 +73,7 @@ impl Tensor {
     /// The view of an output; read-only memory is refused.
     pub(crate) fn view_mut<const N: usize>(&self, argument: &str, dims: [&str; N]) -> PyResult<View<N>> {
         if self.readonly {
-            let message = format!("{argument}: expected writable memory, found a read-only array");
-            return Err(PyValueError::new_err(message));
+            return Err(invalid(argument, "writable memory", "a read-only array"));
         }
         self.view(argument, dims)
     }
@@ -150,10 +149,7 @@ impl Tensor {
     fn __repr__(&self) -> String {
         let (shape, dtype) = (shape_text(&self.shape), self.dtype.name());
         let readonly = if self.readonly { ", readonly" } else { "" };
-        format!(
-            "Tensor(shape={shape}, dtype={dtype}, device={}{readonly})",
-            device_name(self.device)
-        )
+        format!("Tensor(shape={shape}, dtype={dtype}, device={}{readonly})", device_name(self.device))
     }
 }
 
@@ -168,10 +164,7 @@ pub(crate) fn from_dlpack(obj: &Bound<'_, PyAny>, dtype: Option<&str>, argument:
 
 /// Whether the CPU can follow the device's addresses; page-locked memory is ordinary memory to it.
 fn is_host(device: DLDevice) -> bool {
-    matches!(
-        device.device_type,
-        DLDeviceType::CPU | DLDeviceType::CUDAHOST | DLDeviceType::ROCMHOST
-    )
+    matches!(device.device_type, DLDeviceType::CPU | DLDeviceType::CUDAHOST | DLDeviceType::ROCMHOST)
 }
 
 fn device_name(device: DLDevice) -> String {

@@ -1,0 +1,114 @@
+"""Caches and batches for kernel tests: every slot and table entry that must not be read is poisoned."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+NUM_LAYERS = 3
+LAYER = 1
+POISONED_IDS = (-1, 2**31 - 1, -(2**31))
+LAYOUTS = ("block", "layer")
+
+
+def make_pool(num_blocks, num_kv_heads, block_size, head_dim, dtype=torch.float32, layout="block", fill=torch.nan):
+    """Return a pool of three layers, every element `fill`."""
+    sizes = (2, num_kv_heads, block_size, head_dim)
+    if layout == "block":
+        return torch.full((num_blocks, NUM_LAYERS, *sizes), fill, dtype=dtype)
+    return torch.full((NUM_LAYERS, num_blocks, *sizes), fill, dtype=dtype).transpose(0, 1)
+
+
+@dataclass
+class Batch:
+    """A ragged batch over one layer of a pool, as torch tensors."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+    rows: Any
+    pool: Any = field(repr=False)
+
+    def arrays(self):
+        """Return the arguments of an operation."""
+        tables = (self.block_table, self.seq_lens, self.query_start_loc, self.rows)
+        return (self.q, self.k_cache, self.v_cache, *tables)
+
+    def oracle_arrays(self):
+        """Return the same arguments as float64 NumPy arrays, which the oracle takes."""
+        floats = [array.double().numpy() for array in (self.q, self.k_cache, self.v_cache)]
+        return (
+            *floats,
+            *(array.numpy() for array in (self.block_table, self.seq_lens, self.query_start_loc, self.rows)),
+        )
+
+    def used(self, cache):
+        """Return the rows of the slots that hold tokens."""
+        block_size = cache.shape[2]
+        parts = []
+        for row, length in zip(self.rows.tolist(), self.seq_lens.tolist(), strict=True):
+            blocks = self.block_table[row, : -(-length // block_size)].long()
+            parts.append(cache[blocks].transpose(1, 2).flatten(0, 1)[:length])
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def make_batch(
+    sequences,
+    *,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    block_size=16,
+    dtype=torch.float32,
+    q_dtype=None,
+    layout="block",
+    fill=torch.nan,
+    seed=0,
+):
+    """Return a batch of sequences given as (length, queries), in shuffled blocks and rows."""
+    torch.manual_seed(seed)
+    counts = [-(-length // block_size) for length, _ in sequences]
+    num_blocks = sum(counts) + 3
+    pool = make_pool(num_blocks, num_kv_heads, block_size, head_dim, dtype, layout, fill)
+    k_cache, v_cache = pool[:, LAYER, 0], pool[:, LAYER, 1]
+    num_rows = len(sequences) + 2
+    rows = torch.randperm(num_rows)[: len(sequences)].int()
+    columns = max(counts, default=0) + 2
+    poison = torch.tensor([num_blocks, *POISONED_IDS]).repeat(num_rows * columns)
+    table = poison[: num_rows * columns].reshape(num_rows, columns).int()
+    blocks = torch.randperm(num_blocks).int().split([*counts, 3])
+    for row, ids, (length, _) in zip(rows.tolist(), blocks, sequences, strict=False):
+        table[row, : len(ids)] = ids
+        for position in range(length):
+            block, offset = ids[position // block_size], position % block_size
+            k_cache[block, :, offset] = torch.randn(num_kv_heads, head_dim).to(dtype)
+            v_cache[block, :, offset] = torch.randn(num_kv_heads, head_dim).to(dtype)
+    num_queries = [queries for _, queries in sequences]
+    q = torch.randn(sum(num_queries), num_q_heads, head_dim).to(q_dtype or dtype)
+    query_start_loc = torch.tensor(np.cumsum([0, *num_queries]), dtype=torch.int32)
+    seq_lens = torch.tensor([length for length, _ in sequences], dtype=torch.int32)
+    return Batch(q, k_cache, v_cache, table, seq_lens, query_start_loc, rows, pool)
+
+
+@pytest.fixture(name="make_batch")
+def make_batch_fixture():
+    """Return the function that makes batches."""
+    return make_batch
+
+
+@pytest.fixture(name="make_pool")
+def make_pool_fixture():
+    """Return the function that makes pools."""
+    return make_pool
+
+
+@pytest.fixture
+def num_threads(request, monkeypatch):
+    """Set the number of threads that operations use."""
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", str(request.param))
+    return request.param

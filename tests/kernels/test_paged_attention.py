@@ -1,0 +1,346 @@
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagedkv import reference
+from pagedkv.attention import paged_attention
+from pagedkv.kv_cache import from_dlpack
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def ragged(block_size):
+    """Return lengths around every border, as prefill, decode and chunks, and sequences without work."""
+    edges = sorted({1, 2, max(1, block_size - 1), block_size, block_size + 1})
+    prefill = [(length, length) for length in (*edges, 37)]
+    decode = [(length, 1) for length in (*edges, 300)]
+    return [*decode, (0, 0), *prefill, (300, 5), (41, 17), (7, 0)]
+
+
+def name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def assert_matches_oracle(batch, **options):
+    """Compare with float64, within twice the error of the same precision and four roundings."""
+    out, lse = paged_attention(*batch.arrays(), return_lse=True, **options)
+    arrays = batch.oracle_arrays()
+    want, want_lse = reference.paged_attention(*arrays, return_lse=True, **options)
+    cache_dtype = name(batch.k_cache.dtype)
+    same = reference.paged_attention_same_precision(*arrays, dtype=cache_dtype, **options)
+    v = batch.used(batch.v_cache).double().numpy()
+    tolerance = reference.attention_tolerance(want, same, v, name(out.dtype))
+    np.testing.assert_allclose(out.double().numpy(), want, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_matches_oracle_when_lengths_are_ragged(make_batch, dtype, block_size):
+    assert_matches_oracle(make_batch(ragged(block_size), dtype=dtype, block_size=block_size))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 40])
+def test_paged_attention_matches_oracle_when_query_heads_share_kv_heads(make_batch, group):
+    batch = make_batch([(33, 1), (20, 20), (70, 3)], num_q_heads=2 * group, head_dim=32, dtype=torch.bfloat16)
+    assert_matches_oracle(batch)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_matches_oracle_when_head_dim_changes(make_batch, dtype, head_dim):
+    assert_matches_oracle(make_batch([(33, 1), (20, 20), (70, 3)], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("sliding_window", [1, 5, 16, 33, 1000])
+@pytest.mark.parametrize("block_size", [1, 16, 40])
+def test_paged_attention_matches_oracle_when_a_window_slides(make_batch, block_size, sliding_window):
+    batch = make_batch(ragged(block_size), block_size=block_size, head_dim=16)
+    assert_matches_oracle(batch, sliding_window=sliding_window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_paged_attention_matches_oracle_when_scores_are_capped(make_batch, soft_cap):
+    batch = make_batch(ragged(16), dtype=torch.float16)
+    assert_matches_oracle(batch, soft_cap=soft_cap, softmax_scale=0.4)
+
+
+@pytest.mark.parametrize("layout", ["block", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_matches_oracle_when_the_pool_has_that_layout(make_batch, layout, dtype):
+    assert_matches_oracle(make_batch(ragged(8), block_size=8, layout=layout, dtype=dtype, head_dim=24))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("q_dtype", DTYPES, ids=name)
+def test_paged_attention_matches_oracle_when_queries_and_cache_differ_in_type(make_batch, q_dtype, dtype):
+    assert_matches_oracle(make_batch([(33, 1), (20, 20)], dtype=dtype, q_dtype=q_dtype))
+
+
+def test_paged_attention_matches_oracle_when_keys_are_cut_into_chunks(make_batch):
+    assert_matches_oracle(make_batch([(1100, 1), (513, 2), (512, 16), (600, 17)], head_dim=16))
+
+
+@pytest.mark.parametrize("fill", [torch.inf, -torch.inf])
+def test_paged_attention_matches_oracle_when_unused_slots_hold_infinity(make_batch, fill):
+    assert_matches_oracle(make_batch(ragged(16), fill=fill))
+
+
+def test_paged_attention_matches_oracle_when_scores_are_huge(make_batch):
+    batch = make_batch([(40, 40), (90, 1)])
+    batch.q *= 300
+    assert_matches_oracle(batch)
+
+
+def test_paged_attention_matches_oracle_when_slots_come_before_heads_in_memory(make_batch):
+    batch = make_batch(ragged(16))
+    batch.k_cache = batch.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    batch.v_cache = batch.v_cache.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_matches_oracle(batch)
+
+
+def test_paged_attention_matches_oracle_when_queries_are_part_of_a_larger_array(make_batch):
+    batch = make_batch([(33, 1), (20, 20)])
+    fused = torch.full((21, 9, 64), torch.nan)
+    fused[:, 2:6] = batch.q
+    batch.q = fused[:, 2:6]
+    assert_matches_oracle(batch)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 40)), max_size=6),
+    group=st.integers(1, 16),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 24, 40]),
+    block_size=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    sliding_window=st.none() | st.integers(1, 80),
+    soft_cap=st.none() | st.floats(0.5, 50.0),
+)
+def test_paged_attention_matches_oracle_when_everything_is_random(
+    make_batch, sequences, group, num_kv_heads, sliding_window, soft_cap, **sizes
+):
+    batch = make_batch(sequences, num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads, **sizes)
+    assert_matches_oracle(batch, sliding_window=sliding_window, soft_cap=soft_cap)
+
+
+def test_paged_attention_gives_zero_and_minus_infinity_when_no_key_is_seen(make_batch):
+    batch = make_batch([(0, 2), (3, 5), (0, 0)])
+    out, lse = paged_attention(*batch.arrays(), return_lse=True)
+    empty = [0, 1, 2, 3]  # both queries of the first sequence, and two of the second before its start
+    assert out[empty].count_nonzero() == 0
+    assert lse[empty].eq(-torch.inf).all()
+    assert out[4:].isfinite().all()
+
+
+def test_paged_attention_clears_tokens_when_they_belong_to_no_sequence(make_batch):
+    batch = make_batch([(5, 5), (9, 1)])
+    batch.query_start_loc[-1] -= 1
+    out = torch.full_like(batch.q, torch.nan)
+    _, lse = paged_attention(*batch.arrays(), out=out, return_lse=True)
+    assert out[5].count_nonzero() == 0
+    assert lse[5].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("sequences", [[], [(0, 0)], [(5, 0), (0, 0)]])
+def test_paged_attention_returns_nothing_when_the_batch_is_empty(make_batch, sequences):
+    out, lse = paged_attention(*make_batch(sequences).arrays(), return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
+
+
+def test_paged_attention_never_reads_blocks_when_they_are_before_the_window(make_batch):
+    batch = make_batch([(100, 1), (64, 10)], block_size=8)
+    want = paged_attention(*batch.arrays(), sliding_window=9)
+    first, second = batch.rows.tolist()
+    batch.block_table[first, : (100 - 9) // 8] = -1
+    batch.block_table[second, : (64 - 10 + 1 - 9) // 8] = 2**30
+    assert torch.equal(paged_attention(*batch.arrays(), sliding_window=9), want)
+
+
+def large_batch(make_batch):
+    """Return a batch with work enough for threads, cut along queries and keys."""
+    return make_batch([(1500, 1), (700, 9), (90, 90), (1, 1)], head_dim=32, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 4], indirect=True)
+def test_paged_attention_is_bit_identical_when_threads_are_added(make_batch, num_threads, monkeypatch):
+    batch = large_batch(make_batch)
+    out, lse = paged_attention(*batch.arrays(), return_lse=True)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "1")
+    alone, alone_lse = paged_attention(*batch.arrays(), return_lse=True)
+    assert torch.equal(out, alone)
+    assert torch.equal(lse, alone_lse)
+
+
+def test_paged_attention_is_bit_identical_when_a_sequence_is_alone(make_batch):
+    batch = large_batch(make_batch)
+    together = paged_attention(*batch.arrays())
+    starts = batch.query_start_loc.tolist()
+    for s, (start, end) in enumerate(itertools.pairwise(starts)):
+        loc = torch.tensor([0, end - start], dtype=torch.int32)
+        caches = (batch.k_cache, batch.v_cache, batch.block_table)
+        alone = paged_attention(batch.q[start:end], *caches, batch.seq_lens[s : s + 1], loc, batch.rows[s : s + 1])
+        assert torch.equal(alone, together[start:end])
+
+
+def test_paged_attention_takes_row_s_when_rows_are_not_given(make_batch):
+    batch = make_batch([(33, 1), (20, 20)])
+    *arrays, rows = batch.arrays()
+    arrays[3] = batch.block_table[rows.long()]
+    assert torch.equal(paged_attention(*arrays), paged_attention(*batch.arrays()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_writes_where_it_is_told_when_out_is_given(make_batch, dtype):
+    batch = make_batch([(33, 1), (20, 20)])
+    memory = torch.full((4, 21, 64), torch.nan, dtype=dtype)
+    out = memory.transpose(0, 1)
+    assert paged_attention(*batch.arrays(), out=out) is out
+    torch.testing.assert_close(out, paged_attention(*batch.arrays()).to(dtype), rtol=0, atol=0)
+
+
+def test_paged_attention_returns_numpy_when_queries_are_numpy(make_batch):
+    batch = make_batch([(33, 1), (20, 20)])
+    out, lse = paged_attention(*(array.numpy() for array in batch.arrays()), return_lse=True)
+    assert (type(out), out.dtype, type(lse), lse.dtype) == (np.ndarray, np.float32, np.ndarray, np.float32)
+    np.testing.assert_array_equal(out, paged_attention(*batch.arrays()).numpy())
+
+
+def test_paged_attention_reads_bfloat16_when_numpy_holds_its_bits(make_batch):
+    batch = make_batch([(33, 1), (20, 20)], dtype=torch.bfloat16)
+    floats = [from_dlpack(array.view(torch.uint16).numpy(), "bfloat16") for array in batch.arrays()[:3]]
+    out = np.empty((21, 4, 64), np.float32)
+    paged_attention(*floats, *(array.numpy() for array in batch.arrays()[3:]), out=out)
+    assert torch.equal(torch.from_numpy(out).bfloat16(), paged_attention(*batch.arrays()))
+
+
+def test_paged_attention_reads_the_right_block_when_offsets_pass_32_bits():
+    # Pages that are never touched cost nothing: 5 blocks, 2^31 + 16 elements apart.
+    program = """
+import mmap, numpy as np
+from pagedkv.attention import paged_attention
+stride = 2**31 + 16
+MAP_NORESERVE = 0x4000
+memory = mmap.mmap(-1, 2 * (5 * stride), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+flat = np.frombuffer(memory, np.float16)
+cache = np.lib.stride_tricks.as_strided(flat, (5, 1, 16, 8), (2 * stride, 0, 16, 2))
+rng = np.random.default_rng(0)
+near = rng.standard_normal((5, 1, 16, 8)).astype(np.float16)
+cache[...] = near
+q = rng.standard_normal((3, 4, 8)).astype(np.float16)
+index = [np.array(a, np.int32) for a in ([[4, 3]], [20], [0, 3])]
+assert (paged_attention(q, cache, cache, *index) == paged_attention(q, near, near, *index)).all()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_paged_attention_works_when_the_process_has_forked():
+    program = """
+import os, warnings
+import numpy as np
+from pagedkv.attention import paged_attention
+warnings.simplefilter("ignore", DeprecationWarning)
+cache = np.ones((80, 4, 16, 64), np.float32)
+index = [np.array(a, np.int32) for a in ([range(80)], [1280], [0, 16])]
+run = lambda: paged_attention(np.ones((16, 8, 64), np.float32), cache, cache, *index)
+run()
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if (run() == 1).all() else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    environment = os.environ | {"PAGEDKV_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
+
+
+REFUSED = [
+    ("q", lambda a: a.double(), TypeError, r"q: expected dtype float32, .*, found float64"),
+    ("q", lambda a: a[0], ValueError, r"q: expected shape \(num_tokens, num_q_heads, head_dim\), found \(4, 64\)"),
+    ("q", lambda a: a.mT.contiguous().mT, ValueError, r"q: expected stride 1 in the last dimension, found strides"),
+    ("q", lambda a: a[:, :3].contiguous(), ValueError, r"num_q_heads: expected a multiple of num_kv_heads=2, found 3"),
+    ("q", lambda a: a.tolist(), TypeError, r"out: expected an array to write to, as none is made like a list"),
+    ("k_cache", lambda a: a.tolist(), TypeError, r"k_cache: expected an array that speaks DLPack, found list"),
+    ("k_cache", lambda a: a[..., :32], ValueError, r"k_cache: expected shape \(.*, head_dim=64\), found \(.*, 32\)"),
+    ("k_cache", lambda a: a.to(torch.float8_e5m2), TypeError, r"k_cache: expected dtype .*, found float8_e5m2"),
+    ("v_cache", lambda a: a[1:], ValueError, r"v_cache: expected shape \(num_blocks=\d+, .*\), found"),
+    ("v_cache", lambda a: a.int(), TypeError, r"v_cache: expected dtype .*, found int32"),
+    ("block_table", lambda a: a.long(), TypeError, r"block_table: expected dtype int32, found int64"),
+    ("block_table", lambda a: a[:, :1], ValueError, r"seq_lens\[0\]: expected at most 16 \(1 blocks of 16\), found 33"),
+    ("block_table", lambda a: a * 0 + 99, ValueError, r"block_table\[\d, 0\]: expected a block below \d+, found 99"),
+    ("block_table", lambda a: a * 0 - 1, ValueError, r"block_table\[\d, 0\]: expected a block below \d+, found -1"),
+    ("seq_lens", lambda a: a.long(), TypeError, r"seq_lens: expected dtype int32, found int64"),
+    ("seq_lens", lambda a: -a, ValueError, r"seq_lens\[0\]: expected a length, found -33"),
+    (
+        "query_start_loc",
+        lambda a: a[1:],
+        ValueError,
+        r"query_start_loc: expected shape \(num_seqs \+ 1=3,\), found \(2,\)",
+    ),
+    ("query_start_loc", lambda a: a + 1, ValueError, r"query_start_loc\[0\]: expected 0, found 1"),
+    ("query_start_loc", lambda a: a * 2, ValueError, r"query_start_loc\[2\]: expected at most num_tokens=21, found 42"),
+    (
+        "query_start_loc",
+        lambda a: a * a.new_tensor([0, 21, 0]),
+        ValueError,
+        r"query_start_loc\[2\]: expected at least 21",
+    ),
+    ("rows", lambda a: a + 9, ValueError, r"rows\[0\]: expected a row below 4, found"),
+    ("rows", lambda a: a[:1], ValueError, r"rows: expected shape \(num_seqs=2,\), found \(1,\)"),
+    ("soft_cap", lambda _: 0.0, ValueError, r"soft_cap: expected a finite number above 0, found 0"),
+    ("softmax_scale", lambda _: float("nan"), ValueError, r"softmax_scale: expected a finite number, found NaN"),
+    ("sliding_window", lambda _: 0, ValueError, r"sliding_window: expected at least 1"),
+    ("out", lambda _: torch.empty(21, 4, 1).expand(21, 4, 64), ValueError, r"out: expected stride 1"),
+    ("out", lambda _: torch.empty(1, 4, 64).expand(21, 4, 64), ValueError, r"out: expected an output whose elements"),
+    ("out", lambda _: torch.empty(20, 4, 64), ValueError, r"out: expected shape \(num_tokens=21, .*\), found \(20, 4"),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "error", "message"), REFUSED)
+def test_paged_attention_names_the_argument_when_it_is_refused(make_batch, argument, change, error, message):
+    batch = make_batch([(33, 1), (20, 20)])
+    names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "query_start_loc", "rows")
+    arguments = dict(zip(names, batch.arrays(), strict=True))
+    arguments[argument] = change(arguments.get(argument))
+    with pytest.raises(error, match=message):
+        paged_attention(**arguments)
+
+
+def test_paged_attention_refuses_an_output_when_it_overlaps_the_queries(make_batch):
+    batch = make_batch([(33, 1), (20, 20)])
+    with pytest.raises(ValueError, match="out: expected memory of its own, found an overlap with q"):
+        paged_attention(*batch.arrays(), out=batch.q)
+
+
+def test_paged_attention_refuses_an_output_when_it_is_read_only(make_batch):
+    batch = make_batch([(33, 1), (20, 20)])
+    out = np.empty((21, 4, 64), np.float32)
+    out.setflags(write=False)
+    with pytest.raises(ValueError, match="out: expected writable memory, found a read-only array"):
+        paged_attention(*batch.arrays(), out=out)
+
+
+def test_paged_attention_refuses_a_head_dim_when_it_is_no_multiple_of_eight(make_batch):
+    with pytest.raises(ValueError, match="head_dim: expected a multiple of 8 up to 512, found 12"):
+        paged_attention(*make_batch([(3, 3)], head_dim=12).arrays())
+
+
+def test_paged_attention_refuses_a_tensor_when_it_requires_grad(make_batch):
+    batch = make_batch([(3, 3)])
+    batch.q.requires_grad_()
+    with pytest.raises(ValueError, match="q: expected a tensor without gradient"):
+        paged_attention(*batch.arrays())
+
+
+@pytest.mark.parametrize("value", ["0", "many", ""])
+def test_paged_attention_names_the_variable_when_the_number_of_threads_is_none(make_batch, monkeypatch, value):
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", value)
+    with pytest.raises(ValueError, match="PAGEDKV_NUM_THREADS: expected a number above 0"):
+        paged_attention(*make_batch([(3, 3)]).arrays())
