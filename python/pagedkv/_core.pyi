@@ -1,5 +1,6 @@
 """The Rust core. Documentation is in the docstrings."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
@@ -246,6 +247,22 @@ class StepResult:
     @property
     def num_ignored(self) -> int: ...
 
+@final
+class SaturatedReplay:
+    @property
+    def num_running(self) -> _Int32Array: ...
+    @property
+    def num_tokens(self) -> _Int64Array: ...
+    @property
+    def num_held_blocks(self) -> _Int32Array: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    def mean_waste(self, warm_up: float = 0.1) -> float: ...
+
+def read_lengths(path: str | os.PathLike[str]) -> tuple[_Int32Array, _Int32Array]: ...
+def replay_saturated(
+    prompt_tokens: _IdsLike, output_tokens: _IdsLike, cache_config: CacheConfig, scheduler_config: SchedulerConfig
+) -> SaturatedReplay: ...
 @final
 class Scheduler:
     def __new__(cls, cache_config: CacheConfig, scheduler_config: SchedulerConfig | None = None) -> Scheduler: ...

@@ -14,6 +14,7 @@ mod manager;
 mod plan;
 mod pool;
 mod scheduler;
+mod sim;
 
 #[pymodule]
 mod _core {
@@ -33,6 +34,9 @@ mod _core {
     use crate::pool::BlockPool;
     #[pymodule_export]
     use crate::scheduler::{FinishedRequest, Scheduler, StepResult};
+
+    #[pymodule_export]
+    use crate::sim::{SaturatedReplay, read_lengths, replay_saturated};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -174,6 +174,16 @@ impl Scheduler {
         (self.running.len(), self.num_unfinished_requests() - self.running.len())
     }
 
+    /// Tokens of all resident sequences, those of plans in flight included. A block that several share counts for each.
+    ///
+    /// # Complexity
+    /// O(resident sequences).
+    pub fn num_resident_tokens(&self) -> u64 {
+        let samples = self.running.iter().flat_map(|&slot| &self.request(slot).samples);
+        let sequences = samples.filter_map(|sample| self.manager.sequences.get(sample.sequence as usize));
+        sequences.map(|sequence| u64::from(sequence.num_scheduled)).sum()
+    }
+
     /// Preemptions since the scheduler was made.
     pub fn num_preemptions(&self) -> u64 {
         self.num_preemptions
