@@ -200,8 +200,8 @@ def test_import_lists_the_types_when_the_named_one_is_unknown():
         (np.zeros(3, bool), TypeError, "k_cache: expected dtype .*, found bool"),
         (torch.zeros(3, dtype=torch.complex64), TypeError, "k_cache: expected dtype .*, found complex64"),
         (torch.zeros(3, requires_grad=True), ValueError, "k_cache: expected a tensor without gradient.*detach"),
-        (np.zeros(3, ">f4"), ValueError, "k_cache: expected an array that gives its memory away, found ndarray: DLPack only supports native"),
-        (torch.zeros(3).to_sparse(), ValueError, "k_cache: expected an array that gives its memory away, found Tensor: "),
+        (np.zeros(3, ">f4"), ValueError, "k_cache: expected an array that gives .*, found ndarray: DLPack only supp"),
+        (torch.zeros(3).to_sparse(), ValueError, "k_cache: expected an array that gives .*, found Tensor: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -178,4 +178,5 @@ def _attention(
 def _round(values: Array, significant_bits: int) -> Array:
     """Round to so many significant bits, ties to even; the exponent keeps its range."""
     fraction, exponent = np.frexp(values)
-    return np.ldexp(np.rint(np.ldexp(fraction, significant_bits)), exponent - significant_bits).astype(values.dtype)
+    rounded: Array = np.ldexp(np.rint(np.ldexp(fraction, significant_bits)), exponent - significant_bits)
+    return rounded.astype(values.dtype)

@@ -1,0 +1,260 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import pagedkv
+from pagedkv.exceptions import UnsupportedError
+from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
+
+SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
+TABLE = {"max_num_seqs": 5, "max_blocks_per_seq": 7}
+SHAPE = (6, 3, 2, 2, 4, 8)
+NONE = {"table_updates": (0, 4), "slot_moves": (0, 3), "swap_out": (0, 2), "swap_in": (0, 2), "copies": (0, 2)}
+
+
+def make_cache(dtype="float32", **options):
+    return KVCache(**SIZES, dtype=dtype, **TABLE, **options)
+
+
+def make_plan(**arrays):
+    """Return a plan that asks of the memory what the arrays say and nothing else."""
+    empty = {name: np.zeros(shape, np.int64 if name == "slot_moves" else np.int32) for name, shape in NONE.items()}
+    given = {name: np.array(rows, empty[name].dtype) for name, rows in arrays.items()}
+    return SimpleNamespace(**(empty | given))
+
+
+def number_blocks(cache):
+    """Give every element of a block the block's number."""
+    for block in range(cache.num_blocks):
+        cache.pool[block] = block
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_memory_has_the_shape_and_bytes_asked_for_when_it_is_made(backend, dtype, item_bytes):
+    cache = make_cache(dtype, backend=backend)
+    assert (tuple(cache.pool.shape), cache.dtype, cache.device) == (SHAPE, dtype, "cpu")
+    assert cache.num_bytes == cache.pool.nbytes == np.prod(SHAPE) * item_bytes
+    assert tuple(cache.block_table.shape) == (1, 5, 7)
+    assert cache.block_table.sum() == 0
+
+
+def test_dtype_is_taken_when_it_is_torchs():
+    assert make_cache(torch.bfloat16).pool.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("layout", "outermost"), [("block", 0), ("layer", 1)])
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_outermost_dimension_is_that_of_the_layout(backend, layout, outermost):
+    strides = from_dlpack(make_cache(layout=layout, backend=backend).pool).strides
+    assert strides[outermost] == max(strides)
+    assert strides[2:] == (64, 32, 8, 1)
+
+
+@pytest.mark.parametrize("layout", ["block", "layer"])
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_layer_is_a_view_of_keys_and_values_when_the_library_slices(backend, layout):
+    cache = make_cache(layout=layout, backend=backend)
+    k_cache, v_cache = cache.layer(1)
+    k_cache[...], v_cache[...] = 1, 2
+    assert tuple(k_cache.shape) == tuple(v_cache.shape) == (6, 2, 4, 8)
+    assert (cache.pool[:, 1, 0] == 1).all()
+    assert (cache.pool[:, 1, 1] == 2).all()
+
+
+def test_layer_tensors_know_their_type_when_numpy_does_not():
+    cache = make_cache("bfloat16", backend="numpy")
+    k_cache, v_cache = cache.layer_tensors(2)
+    assert (cache.layer(2)[0].dtype, k_cache.dtype, v_cache.shape) == (np.uint16, "bfloat16", (6, 2, 4, 8))
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_layer_is_refused_when_there_is_none_of_that_number(layer):
+    with pytest.raises(ValueError, match=f"layer: expected 0 to 2, found {layer}"):
+        make_cache().layer(layer)
+
+
+@pytest.mark.parametrize("permutation", [(0, 1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5), (2, 4, 0, 3, 1, 5)])
+def test_given_pool_is_used_in_place_when_its_strides_are_any(permutation):
+    memory = torch.zeros([SHAPE[axis] for axis in permutation], dtype=torch.float16)
+    pool = memory.permute(*np.argsort(permutation).tolist())
+    cache = make_cache("float16", pool=pool)
+    ones = torch.ones(1, 2, 8)
+    cache.append_kv(1, ones, 2 * ones, torch.tensor([4 * 4 + 3]))
+    assert pool[4, 1, 0, :, 3].eq(1).all()
+    assert pool[4, 1, 1, :, 3].eq(2).all()
+    assert memory.sum() == 3 * 2 * 8
+
+
+def test_given_pool_is_sliced_by_us_when_its_library_is_another():
+    pool = np.zeros(SHAPE, np.float32)
+    cache = make_cache(pool=from_dlpack(pool), backend="numpy")
+    k_cache, v_cache = cache.layer(1)
+    assert isinstance(k_cache, Tensor)
+    assert np.shares_memory(np.from_dlpack(v_cache), pool[:, 1, 1])
+
+
+def test_given_block_table_is_used_in_place():
+    table = np.zeros((1, 5, 7), np.int32)
+    cache = make_cache(block_table=table)
+    cache.apply(make_plan(table_updates=[(0, 4, 6, 5)]))
+    assert table[0, 4, 6] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float64"}, ValueError, "dtype: expected one of float32, float16, bfloat16, found 'float64'"),
+        ({"dtype": "float8_e4m3fn"}, UnsupportedError, "float8_e4m3fn"),
+        ({"dtype": torch.float8_e5m2}, UnsupportedError, "float8_e5m2"),
+        ({"device": "cuda:0"}, UnsupportedError, "device: .* cuda:0"),
+        ({"layout": "token"}, ValueError, "layout: expected one of block, layer, found 'token'"),
+        ({"backend": "jax"}, ValueError, "backend: expected one of torch, numpy, found 'jax'"),
+        ({"block_size": 0}, ValueError, "block_size: expected at least 1, found 0"),
+        ({"max_num_seqs": -1}, ValueError, "max_num_seqs: expected at least 1, found -1"),
+        ({"pool": torch.zeros(1)}, ValueError, r"pool: expected shape \(6, 3, 2, 2, 4, 8\), found \(1,\)"),
+        ({"pool": torch.zeros(SHAPE).half()}, TypeError, "pool: .* read as float32, found dtype float16"),
+        (
+            {"pool": np.broadcast_to(np.float32(0), SHAPE)},
+            ValueError,
+            "pool: expected writable memory, found a read-only",
+        ),
+        (
+            {"block_table": np.zeros((5, 7), np.int32)},
+            ValueError,
+            r"block_table: expected shape \(1, 5, 7\), found \(5, 7\)",
+        ),
+        ({"block_table": np.zeros((1, 5, 7))}, TypeError, "block_table: expected dtype .*, found float64"),
+    ],
+)
+def test_cache_names_the_argument_when_it_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        KVCache(**(SIZES | TABLE | options))
+
+
+def test_sizes_come_from_the_configuration_when_there_is_one():
+    group = pagedkv.GroupSpec(2, 3, 16, "bfloat16")
+    cache_config = pagedkv.CacheConfig(10, 8, groups=[group])
+    scheduler_config = pagedkv.SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=41)
+    cache = KVCache.from_config(cache_config, scheduler_config, backend="numpy", layout="layer")
+    assert (cache.pool.shape, cache.dtype) == ((10, 2, 2, 3, 8, 16), "bfloat16")
+    assert cache.block_table.shape == (1, 4, 6)
+
+
+def test_lookahead_widens_the_block_table_when_it_is_configured():
+    group = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    cache_config = SimpleNamespace(num_blocks=4, block_size=8, groups=[group])
+    scheduler_config = SimpleNamespace(max_num_seqs=2, max_model_len=40, lookahead=1)
+    assert KVCache.from_config(cache_config, scheduler_config, backend="numpy").block_table.shape == (1, 2, 6)
+
+
+def test_configuration_is_refused_when_it_has_two_groups():
+    cache_config = SimpleNamespace(num_blocks=4, block_size=8, groups=[None, None])
+    with pytest.raises(UnsupportedError, match="one group, found 2"):
+        KVCache.from_config(cache_config, SimpleNamespace())
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_apply_updates_the_table_then_copies_blocks(backend):
+    cache = make_cache(backend=backend)
+    number_blocks(cache)
+    address = from_dlpack(cache.block_table)
+    cache.apply(make_plan(table_updates=[(0, 1, 0, 3), (0, 4, 6, 5)], copies=[(2, 3), (2, 5)]))
+    assert cache.block_table[0].tolist()[1] == [3, 0, 0, 0, 0, 0, 0]
+    assert cache.block_table[0, 4, 6] == 5
+    assert [int(cache.pool[block].max()) for block in range(6)] == [0, 1, 2, 2, 4, 2]
+    assert np.from_dlpack(address)[0, 4, 6] == 5
+
+
+def test_apply_takes_a_schedulers_plan_when_it_comes_from_one():
+    cache_config = pagedkv.CacheConfig(16, 4, groups=[pagedkv.GroupSpec(1, 1, 8)])
+    scheduler_config = pagedkv.SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=40)
+    scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
+    cache = KVCache.from_config(cache_config, scheduler_config)
+    scheduler.add_request("r", np.arange(9), max_tokens=4)
+    plan = scheduler.schedule()
+    cache.apply(plan)
+    k = torch.randn(9, 1, 8)
+    cache.append_kv(0, k, 2 * k, plan.slot_mapping[0])
+    got_k, got_v = cache.gather_kv(0, plan.seq_lens, plan.rows)
+    assert torch.equal(got_k, k)
+    assert torch.equal(got_v, 2 * k)
+
+
+@pytest.mark.parametrize("name", ["slot_moves", "swap_out", "swap_in"])
+def test_apply_refuses_and_writes_nothing_when_the_plan_asks_for_more(name):
+    cache = make_cache(backend="numpy")
+    number_blocks(cache)
+    plan = make_plan(**{name: [range(NONE[name][1])], "table_updates": [(0, 0, 0, 1)], "copies": [(1, 2)]})
+    with pytest.raises(UnsupportedError, match=rf"plan\.{name}"):
+        cache.apply(plan)
+    assert cache.block_table.sum() == 0
+    assert cache.pool[2].max() == 2
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ((1, 0, 0, 1), r"table_updates\[1, 0\]: expected a group below 1, found 1"),
+        ((0, 5, 0, 1), r"table_updates\[1, 1\]: expected a row below 5, found 5"),
+        ((0, 0, -1, 1), r"table_updates\[1, 2\]: expected a column below 7, found -1"),
+        ((0, 0, 0, -3), r"table_updates\[1, 3\]: expected a block id, found -3"),
+    ],
+)
+def test_apply_names_the_cell_and_writes_nothing_when_it_is_outside(update, message):
+    cache = make_cache(backend="numpy")
+    with pytest.raises(ValueError, match=message):
+        cache.apply(make_plan(table_updates=[(0, 0, 0, 1), update]))
+    assert cache.block_table.sum() == 0
+
+
+def test_copy_blocks_copies_all_layers_when_called_alone():
+    cache = make_cache(layout="layer")
+    number_blocks(cache)
+    cache.copy_blocks(np.array([(5, 0)], np.int32))
+    assert cache.pool[0].eq(5).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_gather_kv_returns_what_was_appended_when_the_table_names_it(backend):
+    cache = make_cache("float16", backend=backend)
+    cache.apply(make_plan(table_updates=[(0, 3, 0, 5), (0, 3, 1, 2)]))
+    k = torch.randn(6, 2, 8).half()
+    slots = torch.tensor([20, 21, 22, 23, 8, 9])
+    cache.append_kv(0, k, -k, slots)
+    got_k, got_v = cache.gather_kv(0, np.array([6], np.int32), np.array([3], np.int32))
+    np.testing.assert_array_equal(np.asarray(got_k), k.numpy())
+    np.testing.assert_array_equal(np.asarray(got_v), -k.numpy())
+
+
+def test_gather_kv_returns_bits_when_numpy_holds_bfloat16():
+    cache = make_cache("bfloat16", backend="numpy")
+    ones = np.ones((1, 2, 8), np.float32)
+    cache.append_kv(0, ones, ones, np.array([0]))
+    k, _ = cache.gather_kv(0, np.array([1], np.int32))
+    assert k.dtype == np.uint16
+    assert (k == 0x3F80).all()
+
+
+def test_pool_is_imported_once_when_operations_repeat():
+    class Counting:
+        imports = 0
+
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            type(self).imports += 1
+            return self.array.__dlpack__(**options)
+
+    cache = make_cache(pool=Counting(np.zeros(SHAPE, np.float32)))
+    ones = np.ones((1, 2, 8), np.float32)
+    for layer in range(3):
+        cache.append_kv(layer, ones, ones, np.array([0]))
+    cache.copy_blocks(np.array([(0, 1)], np.int32))
+    assert Counting.imports == 1
