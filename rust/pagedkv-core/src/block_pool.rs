@@ -286,8 +286,10 @@ impl BlockPool {
     /// Takes the block off its node if the tokens on their way to it were never computed.
     pub(crate) fn withdraw(&mut self, block: BlockId) {
         let record = &self.blocks[block.index()];
-        if record.node != NO_NODE && !record.committed {
+        let node = record.node;
+        if node != NO_NODE && !record.committed {
             self.forget(block);
+            self.keep_behind(node);
         }
     }
 
@@ -355,9 +357,28 @@ impl BlockPool {
         if node != NO_NODE && self.blocks[block.index()].committed && self.prefixes.is_current(node) {
             self.blocks[block.index()].state = BlockState::Cached;
             self.cached.push_back(&mut self.blocks, block);
+            self.keep_behind(self.prefixes.node(node).parent);
         } else {
             self.forget(block);
             self.set_free(block);
+        }
+    }
+
+    /// Puts the last evictable block of `node`, and of what it continues, behind all others: it outlives what continues
+    /// it. A block that is held or fenced will get there by itself.
+    fn keep_behind(&mut self, mut node: NodeId) {
+        loop {
+            let mut found = None;
+            for block in self.prefixes.blocks_of(&self.blocks, node) {
+                if !self.is_evictable(block) {
+                    return;
+                }
+                found = Some(block);
+            }
+            let Some(block) = found else { return };
+            self.cached.remove(&mut self.blocks, block);
+            self.cached.push_back(&mut self.blocks, block);
+            node = self.prefixes.node(node).parent;
         }
     }
 

@@ -174,12 +174,20 @@ impl PrefixCache {
         self.collect(node);
     }
 
-    /// A block of `node` that a sequence may take: one that is committed, or that a plan in flight fills for a live holder.
+    /// A block of `node` that a sequence may take: one that is committed, else one that a plan in flight fills for a live
+    /// holder.
     pub(crate) fn usable_block(&self, blocks: &[Block], node: NodeId) -> Option<BlockId> {
-        self.blocks_of(blocks, node).find(|block| {
+        let mut found = None;
+        for block in self.blocks_of(blocks, node) {
             let record = &blocks[block.index()];
-            record.committed || record.state == BlockState::Held
-        })
+            if record.committed {
+                return Some(block);
+            }
+            if record.state == BlockState::Held {
+                found = Some(block);
+            }
+        }
+        found
     }
 
     pub(crate) fn blocks_of<'a>(&self, blocks: &'a [Block], node: NodeId) -> impl Iterator<Item = BlockId> + use<'a> {
