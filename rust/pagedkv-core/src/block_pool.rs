@@ -188,11 +188,6 @@ impl BlockPool {
         Ok(evictable)
     }
 
-    /// The plan that was begun last, whether or not it has ended.
-    pub(crate) fn newest_plan(&self) -> PlanId {
-        self.newest_plan
-    }
-
     pub(crate) fn is_in_flight(&self, plan: PlanId) -> bool {
         self.fenced.iter().any(|&(in_flight, _)| in_flight == plan)
     }
@@ -322,6 +317,11 @@ impl BlockPool {
     /// Whether cached prefixes continue the one that the block holds.
     pub(crate) fn carries_descendants(&self, block: BlockId) -> bool {
         self.prefixes.node(self.blocks[block.index()].node).num_children > 0
+    }
+
+    /// Whether a plan in flight may name the block through a holder that let go of it.
+    pub(crate) fn has_fence(&self, block: BlockId) -> bool {
+        self.list_of(self.blocks[block.index()].fence).is_some()
     }
 
     pub(crate) fn check(&self, block: BlockId) -> Result<()> {

@@ -64,8 +64,8 @@ pub enum Error {
     /// No plan is open for the call.
     #[error("no plan is in flight: call begin_plan first")]
     NoPlan,
-    /// Blocks from a lookup that other calls have made stale.
-    #[error("the computed blocks are stale: call get_computed_blocks again after any other change")]
+    /// Blocks from a lookup for another sequence, or from one that other calls have made stale.
+    #[error("the computed blocks are stale or of another sequence: call get_computed_blocks after any other change")]
     StaleComputedBlocks,
     /// A combination that this version does not have.
     #[error("not supported: {0}")]

@@ -94,6 +94,11 @@ impl PrefixCache {
         self.nodes.len() - 1 - self.free_nodes.len()
     }
 
+    /// The root for `key` in this generation, if something starts from it.
+    pub(crate) fn find_root(&self, key: &RootKey) -> Option<NodeId> {
+        self.roots.get(key).copied()
+    }
+
     /// The root for `key` in this generation, held once more until [`Self::release_root`].
     pub(crate) fn hold_root(&mut self, key: &RootKey) -> NodeId {
         let root = if let Some(&root) = self.roots.get(key) {

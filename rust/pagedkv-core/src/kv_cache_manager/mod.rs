@@ -19,6 +19,19 @@ use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 
+/// What the block into which a sequence writes next may be besides its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Tail {
+    /// Nobody else's, and not cached.
+    #[default]
+    Own,
+    /// Held by others, or cached.
+    Shared,
+    /// Held by others, or cached; and what lies behind the sequence's end may still be needed by those who let go of it
+    /// in a plan in flight: the plan reads it, or its rollback gives it back.
+    Cut,
+}
+
 /// One sequence: its tokens, its block table, and how far it is computed.
 #[derive(Debug)]
 pub(crate) struct Sequence {
@@ -35,8 +48,8 @@ pub(crate) struct Sequence {
     /// The node of the first `path_len` blocks; the root at 0.
     pub(crate) path: NodeId,
     pub(crate) path_len: u32,
-    /// Whether the next write may meet a block that others hold or that is cached.
-    tail_may_be_shared: bool,
+    /// What the block that is written next may be besides the sequence's own.
+    tail: Tail,
     /// Whether the sequence reads and feeds the prefix cache.
     uses_cache: bool,
     identity: Arc<Identity>,
@@ -49,6 +62,7 @@ pub(crate) struct Sequence {
 /// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
 #[derive(Clone, Debug, Default)]
 pub struct ComputedBlocks {
+    sequence: Option<SequenceId>,
     blocks: Vec<BlockId>,
     node: NodeId,
     num_tokens: u32,
@@ -126,8 +140,8 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// A second sequence with the same tokens, blocks and computed length. It takes no block: the shared last one is
-    /// copied when one of the two first writes into it.
+    /// A second sequence with the same tokens and blocks, computed as far as its tokens are known. It takes no block: the
+    /// shared last one is copied when one of the two first writes into it.
     ///
     /// # Errors
     /// [`Error::UnknownSequence`], [`Error::SequenceInFlight`].
@@ -152,7 +166,9 @@ impl KVCacheManager {
         }
         sequence.tokens.truncate(num_tokens);
         sequence.num_computed = sequence.num_computed.min(num_tokens);
-        sequence.tail_may_be_shared = true;
+        if num_tokens < sequence.num_scheduled {
+            sequence.tail = Tail::Cut;
+        }
         let num_computed = sequence.num_computed;
         self.shrink(index, num_computed);
         Ok(())
@@ -228,10 +244,13 @@ impl KVCacheManager {
     /// The lookup behind [`Self::get_computed_blocks`], among the first `limit` tokens, into a buffer of the caller's.
     pub(crate) fn lookup(&self, index: usize, limit: u32, found: &mut ComputedBlocks) {
         let sequence = &self.sequences[index];
-        found.blocks.clear();
-        found.node = sequence.path;
+        found.clear();
+        found.sequence = Some(SequenceId { index: index as u32, generation: sequence.generation });
         found.stamp = self.pool.stamp;
-        found.num_tokens = 0;
+        let Some(node) = self.path_in_the_cache(sequence) else {
+            return;
+        };
+        found.node = node;
         if !sequence.uses_cache || sequence.path_len * self.block_size != sequence.num_scheduled {
             return;
         }
@@ -256,6 +275,18 @@ impl KVCacheManager {
         found.num_tokens = start - sequence.num_scheduled;
     }
 
+    /// The node where a lookup for the sequence starts; `None` if the cache was reset after the sequence's first block.
+    fn path_in_the_cache(&self, sequence: &Sequence) -> Option<NodeId> {
+        let prefixes = &self.pool.prefixes;
+        if prefixes.is_current(sequence.path) {
+            Some(sequence.path)
+        } else if sequence.num_scheduled == 0 {
+            prefixes.find_root(&sequence.identity.root)
+        } else {
+            None
+        }
+    }
+
     pub(crate) fn append_token(&mut self, index: usize, token: i32) {
         self.sequences[index].tokens.push(token);
         self.register_filled(index);
@@ -267,6 +298,14 @@ impl KVCacheManager {
         self.pool.prefixes.hold(root);
         let child = self.insert(tokens, identity, uses_cache, root);
         self.adopt(child.index as usize, index);
+        // A token that was computed before it was told is the parent's alone.
+        let child_index = child.index as usize;
+        let known = self.sequences[child_index].tokens.len();
+        if self.sequences[child_index].num_scheduled > known {
+            self.sequences[child_index].num_computed = known;
+            self.sequences[child_index].tail = Tail::Cut;
+            self.shrink(child_index, known);
+        }
         child
     }
 
@@ -277,8 +316,8 @@ impl KVCacheManager {
         target.table.clone_from(&source.table);
         target.num_computed = source.num_computed;
         target.num_scheduled = source.num_scheduled;
-        source.tail_may_be_shared = true;
-        target.tail_may_be_shared = true;
+        source.tail = source.tail.max(Tail::Shared);
+        target.tail = source.tail;
         self.pool.prefixes.hold(source.root);
         self.pool.prefixes.release_root(std::mem::replace(&mut target.root, source.root));
         target.path = source.path;
@@ -299,11 +338,19 @@ impl KVCacheManager {
         sequence.num_computed = 0;
         sequence.in_flight.clear();
         sequence.epoch += 1;
-        sequence.tail_may_be_shared = false;
+        sequence.tail = Tail::Own;
+        before - self.pool.num_held()
+    }
+
+    /// Lets a sequence without blocks start from the root of the present cache.
+    pub(super) fn renew_root(&mut self, index: usize) {
+        let sequence = &mut self.sequences[index];
+        if self.pool.prefixes.is_current(sequence.root) {
+            return;
+        }
         let root = self.pool.hold_root(&sequence.identity.root);
         self.pool.prefixes.release_root(std::mem::replace(&mut sequence.root, root));
         sequence.path = root;
-        before - self.pool.num_held()
     }
 
     pub(crate) fn remove(&mut self, index: usize) {
@@ -323,6 +370,7 @@ impl KVCacheManager {
 
     /// Cuts a sequence's blocks to those of its first `num_tokens` tokens, releasing the last one first.
     fn shrink(&mut self, index: usize, num_tokens: u32) {
+        self.pool.stamp += 1;
         let sequence = &mut self.sequences[index];
         while sequence.path_len > num_tokens / self.block_size {
             sequence.path = self.pool.prefixes.node(sequence.path).parent;
@@ -352,7 +400,7 @@ impl KVCacheManager {
             root,
             path: root,
             path_len: 0,
-            tail_may_be_shared: false,
+            tail: Tail::Own,
             uses_cache,
             identity,
             epoch,

@@ -1,6 +1,6 @@
 //! Growth inside plans, and what is kept to undo it.
 
-use super::{ComputedBlocks, KVCacheManager, Sequence};
+use super::{ComputedBlocks, KVCacheManager, Sequence, Tail};
 use crate::error::{Error, Result, invalid};
 use crate::ids::{BlockId, NO_NODE, PlanId, SequenceId};
 
@@ -25,6 +25,8 @@ pub(crate) struct Growth {
     start: u32,
     after: u32,
     copy: Option<BlockCopy>,
+    /// What the tail was before; a copy by which it became the sequence's own goes back, and so do those of others.
+    tail: Tail,
 }
 
 impl Growth {
@@ -92,7 +94,8 @@ impl KVCacheManager {
         if self.plans.is_empty() {
             return Err(Error::NoPlan);
         }
-        if computed.num_tokens > 0 && computed.stamp != self.pool.stamp {
+        let is_fresh = computed.sequence == Some(sequence) && computed.stamp == self.pool.stamp;
+        if computed.num_tokens > 0 && !is_fresh {
             return Err(Error::StaleComputedBlocks);
         }
         let start = self.sequences[index].num_scheduled + computed.num_tokens;
@@ -163,7 +166,11 @@ impl KVCacheManager {
 
     /// Grows a sequence in the newest plan. The caller has made sure of the room.
     pub(crate) fn extend(&mut self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) -> Extension {
-        let plan = self.pool.newest_plan();
+        let plan = self.plans.back().expect("a plan is open").id;
+        if self.sequences[index].num_scheduled == 0 {
+            self.renew_root(index);
+        }
+        let tail = self.sequences[index].tail;
         let copy = self.unshare_tail(index, plan);
         let sequence = &mut self.sequences[index];
         let before = sequence.num_scheduled;
@@ -186,7 +193,7 @@ impl KVCacheManager {
             Some(last) if last.0 == plan => last.1 = after,
             _ => sequence.in_flight.push((plan, after)),
         }
-        let growth = Growth { sequence: index as u32, epoch: sequence.epoch, before, start, after, copy };
+        let growth = Growth { sequence: index as u32, epoch: sequence.epoch, before, start, after, copy, tail };
         self.plans.back_mut().expect("a plan is open").growths.push(growth);
         self.register_filled(index);
         Extension { copy, first_new_column }
@@ -227,23 +234,25 @@ impl KVCacheManager {
     /// The block into which the next token goes, if it must be copied first.
     fn tail_to_copy(&self, index: usize) -> Option<BlockId> {
         let sequence = &self.sequences[index];
-        if !sequence.tail_may_be_shared || sequence.num_scheduled.is_multiple_of(self.block_size) {
+        if sequence.tail == Tail::Own || sequence.num_scheduled.is_multiple_of(self.block_size) {
             return None;
         }
         let tail = sequence.table[(sequence.num_scheduled / self.block_size) as usize];
         let record = &self.pool.blocks[tail.index()];
-        let others_hold = record.ref_count > 1;
-        (others_hold || record.node != NO_NODE && self.pool.carries_descendants(tail)).then_some(tail)
+        let is_needed = record.ref_count > 1
+            || record.node != NO_NODE && self.pool.carries_descendants(tail)
+            || sequence.tail == Tail::Cut && self.pool.has_fence(tail);
+        is_needed.then_some(tail)
     }
 
-    /// Makes the block into which the next token goes the sequence's own: by a copy if others hold it or the cache
-    /// needs it, else by taking it out of the cache.
+    /// Makes the block into which the next token goes the sequence's own: by a copy if others hold it, or the cache or a
+    /// plan in flight needs it, else by taking it out of the cache.
     fn unshare_tail(&mut self, index: usize, plan: PlanId) -> Option<BlockCopy> {
         let source = self.tail_to_copy(index);
         let sequence = &mut self.sequences[index];
         let offset = sequence.num_scheduled % self.block_size;
         let column = sequence.num_scheduled / self.block_size;
-        if !std::mem::take(&mut sequence.tail_may_be_shared) || offset == 0 {
+        if std::mem::take(&mut sequence.tail) == Tail::Own || offset == 0 {
             return None;
         }
         let Some(source) = source else {
@@ -264,11 +273,11 @@ impl KVCacheManager {
             }
             self.shrink(index, growth.before);
             let sequence = &mut self.sequences[index];
+            sequence.tail = growth.tail;
             if let Some(BlockCopy { column, source, target }) = growth.copy {
                 sequence.table[column as usize] = source;
                 self.pool.hold(source);
                 self.pool.release(target, Some(record.id));
-                sequence.tail_may_be_shared = true;
             }
             if sequence.in_flight.last().is_some_and(|&(plan, _)| plan == record.id) {
                 sequence.in_flight.pop();
