@@ -3,7 +3,7 @@
 //! Which physical block is handed out is the manager's choice; the model follows it and asks whether it was allowed.
 //! Everything else (lookups, copies, whether there is room, counts) the model predicts.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use pagedkv_core::{AllocatedSlots, BlockCopy, BlockId, BlockState, Identity, KVCacheManager, PlanId, SequenceId};
@@ -27,6 +27,8 @@ pub(crate) struct Sequence {
     pub(crate) num_scheduled: usize,
     /// Full blocks that the cache knows.
     num_registered: usize,
+    /// Whether its last block may hold more than it kept: it was cut, or is the fork of one that was.
+    is_cut: bool,
 }
 
 /// One growth in a plan, as the device will see it, whatever becomes of the sequence.
@@ -34,6 +36,7 @@ pub(crate) struct Sequence {
 struct Growth {
     sequence: SequenceId,
     before: usize,
+    was_cut: bool,
     after: usize,
     histories: Vec<History>,
     table: Vec<usize>,
@@ -82,6 +85,8 @@ pub(crate) struct ManagerModel {
     entries: Vec<Option<Entry>>,
     /// Whether a plan in flight, or one that was rolled back with an older one still in flight, ever named the block.
     recently_named: Vec<bool>,
+    /// The histories that these plans name: a prefix waits at least as long as what continues it.
+    recent_histories: BTreeSet<History>,
     histories: Histories,
     memory: Memory,
     pub(crate) events: Events,
@@ -108,6 +113,7 @@ impl ManagerModel {
             plans: VecDeque::new(),
             entries: vec![None; num_blocks],
             recently_named: vec![false; num_blocks],
+            recent_histories: BTreeSet::new(),
             histories: Histories::default(),
             memory: Memory::new(num_blocks, block_size),
             events: Events::default(),
@@ -156,6 +162,7 @@ impl ManagerModel {
             num_computed: 0,
             num_scheduled: 0,
             num_registered: 0,
+            is_cut: false,
         });
         self.remember(id);
     }
@@ -177,20 +184,22 @@ impl ManagerModel {
     }
 
     pub(crate) fn fork(&mut self, parent: SequenceId, child: SequenceId) {
-        let forked = Sequence {
-            id: child,
-            ..self.find(parent).clone()
-        };
+        let forked = Sequence { id: child, ..self.find(parent).clone() };
         self.sequences.push(forked);
         // What the device found out for the parent is the parent's own.
         let known = self.find(child).tokens.len();
-        self.shrink(child, known);
+        self.cut(child, known);
     }
 
     pub(crate) fn truncate(&mut self, id: SequenceId, num_tokens: usize) {
         self.find_mut(id).tokens.truncate(num_tokens);
+        self.cut(id, num_tokens);
+    }
+
+    fn cut(&mut self, id: SequenceId, num_tokens: usize) {
+        let sequence = self.find_mut(id);
+        sequence.is_cut |= num_tokens < sequence.num_scheduled;
         self.shrink(id, num_tokens);
-        self.remember(id);
     }
 
     pub(crate) fn free(&mut self, id: SequenceId) {
@@ -208,11 +217,7 @@ impl ManagerModel {
     }
 
     pub(crate) fn begin_plan(&mut self, id: PlanId) {
-        self.plans.push_back(Plan {
-            id,
-            growths: Vec::new(),
-            ran: false,
-        });
+        self.plans.push_back(Plan { id, growths: Vec::new(), ran: false });
     }
 
     /// How many blocks a lookup for the sequence must find.
@@ -254,15 +259,18 @@ impl ManagerModel {
         })
     }
 
-    /// Whether the sequence must copy the block that it writes into next.
-    pub(crate) fn must_copy(&self, id: SequenceId) -> bool {
+    /// Whether the sequence must copy the block that it writes into next, and whether it may.
+    fn copies(&self, id: SequenceId) -> (bool, bool) {
         let sequence = self.find(id);
         if sequence.num_scheduled % self.block_size == 0 {
-            return false;
+            return (false, false);
         }
         let tail = sequence.table[sequence.num_scheduled / self.block_size];
-        let is_shared = self.num_holders(tail) > 1;
-        is_shared || self.is_continued(tail) || self.may_return_to_a_longer(tail, sequence.num_scheduled)
+        // Who let go of a block in a plan in flight may still need what a cut sequence would write over: the plan reads
+        // it, and its rollback gives it back.
+        let is_needed = sequence.is_cut && self.is_named(tail);
+        let must = self.num_holders(tail) > 1 || self.is_continued(tail) || is_needed;
+        (must, must || sequence.is_cut && self.recently_named[tail])
     }
 
     /// Whether cached prefixes continue the one in the block.
@@ -272,15 +280,6 @@ impl ManagerModel {
             entries.any(|entry| {
                 entry.generation == parent.generation && self.histories.continues(entry.history, parent.history)
             })
-        })
-    }
-
-    /// Whether a rollback can give the block back to a sequence that has computed more in it than `len` tokens.
-    fn may_return_to_a_longer(&self, block: usize, len: usize) -> bool {
-        let mut growths = self.plans.iter().flat_map(|plan| &plan.growths);
-        growths.any(|growth| {
-            let is_source = growth.copy.is_some_and(|(source, _)| source == block);
-            is_source && growth.before > len && self.position(growth.sequence).is_some()
         })
     }
 
@@ -294,16 +293,17 @@ impl ManagerModel {
         answer: Option<&AllocatedSlots>,
     ) {
         let sequence = self.find(id).clone();
-        let must_copy = self.must_copy(id);
+        let (must_copy, may_copy) = self.copies(id);
         let start = sequence.num_scheduled + hits.len() * self.block_size;
         let after = start + num_new_tokens;
         let first_new = sequence.table.len() + hits.len();
-        let num_new = after.div_ceil(self.block_size).saturating_sub(first_new) + usize::from(must_copy);
+        let num_new = after.div_ceil(self.block_size).saturating_sub(first_new);
         let is_available = |state: &BlockState| matches!(state, BlockState::Free | BlockState::Cached);
         let available = states.iter().filter(|state| is_available(state)).count();
         let taken = hits.iter().filter(|&&hit| is_available(&states[index(hit)])).count();
-        let fits = num_new + taken <= available;
-        assert_eq!(answer.is_some(), fits, "{num_new} + {taken} of {available} blocks");
+        let fits = |copies| num_new + taken + usize::from(copies) <= available;
+        let expected = [fits(must_copy), fits(may_copy)];
+        assert!(expected.contains(&answer.is_some()), "{num_new} + {taken} of {available} blocks");
         let Some(AllocatedSlots { slot_mapping, copy }) = answer else {
             self.events.refusals += 1;
             return;
@@ -313,7 +313,7 @@ impl ManagerModel {
         let mut table = sequence.table.clone();
         table.extend(hits.iter().map(|&hit| index(hit)));
         let mut new_blocks = Vec::new();
-        assert_eq!(copy.is_some(), must_copy, "copy {copy:?}");
+        assert!([must_copy, may_copy].contains(&copy.is_some()), "copy {copy:?}");
         if let Some(BlockCopy { column, source, target }) = *copy {
             let written = sequence.num_scheduled / self.block_size;
             assert_eq!((column as usize, index(source)), (written, table[written]), "the copy");
@@ -343,12 +343,14 @@ impl ManagerModel {
         grown.num_scheduled = after;
         grown.table = table.clone();
         grown.num_registered += hits.len();
+        grown.is_cut = false;
         self.remember(id);
         let histories = self.find(id).histories[..after].to_vec();
         let slots = slot_mapping.iter().map(|&slot| slot as usize);
         let growth = Growth {
             sequence: id,
             before: sequence.num_scheduled,
+            was_cut: sequence.is_cut,
             after,
             writes: slots.zip(histories[start..].iter().copied()).collect(),
             histories,
@@ -358,6 +360,7 @@ impl ManagerModel {
         for block in named(&growth) {
             self.recently_named[block] = true;
         }
+        self.recent_histories.extend(&growth.histories);
         let plan = self.plans.back_mut().expect("a plan is in flight");
         assert!(!plan.ran, "a plan grows after it ran");
         plan.growths.push(growth);
@@ -445,6 +448,7 @@ impl ManagerModel {
                     continue;
                 }
                 self.shrink(growth.sequence, growth.before);
+                self.find_mut(growth.sequence).is_cut = growth.was_cut;
                 if let Some((source, _)) = growth.copy {
                     *self.find_mut(growth.sequence).table.last_mut().expect("a tail") = source;
                 }
@@ -472,6 +476,7 @@ impl ManagerModel {
     fn forget_old_names(&mut self) {
         if self.plans.is_empty() {
             self.recently_named.fill(false);
+            self.recent_histories.clear();
         }
     }
 
@@ -545,8 +550,8 @@ impl ManagerModel {
         for (block, &state) in states.iter().enumerate().skip(1) {
             let holders = self.num_holders(block);
             assert_eq!(pool.ref_count(BlockId::new(block as u32)), Ok(holders as u32), "block {block}");
-            let is_cached = self.entries[block]
-                .is_some_and(|entry| entry.filling.is_none() && entry.generation == self.generation);
+            let is_cached =
+                self.entries[block].is_some_and(|entry| entry.filling.is_none() && entry.generation == self.generation);
             let expected = if holders > 0 {
                 BlockState::Held
             } else if self.is_named(block) {
@@ -556,8 +561,10 @@ impl ManagerModel {
             } else {
                 BlockState::Free
             };
-            let waits_longer = state == BlockState::Fenced && holders == 0 && self.recently_named[block];
-            assert!(state == expected || waits_longer, "block {block} is {state:?}, not {expected:?}");
+            let is_recent = self.entries[block].is_some_and(|entry| self.recent_histories.contains(&entry.history));
+            let may_wait = holders == 0 && (self.recently_named[block] || is_recent);
+            let waits = state == BlockState::Fenced && may_wait;
+            assert!(state == expected || waits, "block {block} is {state:?}, not {expected:?}");
             self.events.fenced_blocks += u64::from(state == BlockState::Fenced);
             if state == BlockState::Free {
                 self.entries[block] = None;

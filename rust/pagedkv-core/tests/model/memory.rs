@@ -39,7 +39,8 @@ impl Histories {
         let mut history = self.intern(None, start);
         let mut histories = Vec::new();
         for (position, token) in (0..).zip(tokens) {
-            let covering = |image: &&pagedkv_core::ImageSpan| (image.start..image.start + image.len).contains(&position);
+            let covering =
+                |image: &&pagedkv_core::ImageSpan| (image.start..image.start + image.len).contains(&position);
             let image = identity.images.iter().find(covering);
             let image = image.map(|image| (image.digest.to_vec(), image.len, position - image.start));
             history = self.intern(Some(history), Step::Token { token, image });
@@ -59,9 +60,7 @@ impl Histories {
     }
 
     fn ancestors(&self, history: History) -> impl Iterator<Item = History> {
-        std::iter::successors(self.before[history.0 as usize], |&earlier| {
-            self.before[earlier.0 as usize]
-        })
+        std::iter::successors(self.before[history.0 as usize], |&earlier| self.before[earlier.0 as usize])
     }
 
     fn intern(&mut self, before: Option<History>, step: Step) -> History {
@@ -83,10 +82,7 @@ pub(crate) struct Memory {
 
 impl Memory {
     pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self {
-            block_size,
-            slots: vec![None; num_blocks * block_size],
-        }
+        Self { block_size, slots: vec![None; num_blocks * block_size] }
     }
 
     /// What a device does for a plan: the copies, in any order, and then the writes, in any order.
@@ -97,8 +93,7 @@ impl Memory {
                 assert!(independent, "the copies of a plan depend on their order: {copies:?}");
             }
             let source = source * self.block_size;
-            self.slots
-                .copy_within(source..source + self.block_size, target * self.block_size);
+            self.slots.copy_within(source..source + self.block_size, target * self.block_size);
         }
         for (i, &(slot, history)) in writes.iter().enumerate() {
             let written_once = writes[i + 1..].iter().all(|&(other, _)| other != slot);
