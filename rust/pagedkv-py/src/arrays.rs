@@ -1,6 +1,7 @@
 //! Integer arrays in and out.
 
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::dlpack::import;
@@ -20,10 +21,10 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
     if let Ok(list) = object.extract::<Vec<i32>>() {
         return Ok(list);
     }
-    if object.hasattr("__dlpack__")? {
+    if object.hasattr("__dlpack__")? && !object.is_instance_of::<numpy::PyUntypedArray>() {
         return imported(argument, object);
     }
-    Err(invalid(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", &found(object)))
+    Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
 }
 
 fn imported(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
@@ -34,7 +35,7 @@ fn imported(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
             let wide = crate::cpu_ops::integers::<i64>(argument, object)?;
             wide.into_iter().map(|id| narrow(argument, id)).collect()
         }
-        other => Err(invalid(argument, "dtype int32 or int64", other)),
+        _ => Err(wrong_type(argument, "dtype int32 or int64", object)),
     }
 }
 
@@ -42,7 +43,12 @@ fn narrow(argument: &str, id: i64) -> PyResult<i32> {
     i32::try_from(id).map_err(|_| invalid(argument, "ids below 2^31", &id.to_string()))
 }
 
-pub(crate) fn found(object: &Bound<'_, PyAny>) -> String {
+/// An argument of the wrong type.
+pub(crate) fn wrong_type(argument: &str, expected: &str, object: &Bound<'_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!("{argument}: expected {expected}, found {}", found(object)))
+}
+
+fn found(object: &Bound<'_, PyAny>) -> String {
     let kind = object.get_type().name().map_or_else(|_| "an object".to_owned(), |name| name.to_string());
     let describe = |attribute: &str| object.getattr(attribute).ok().map(|value| format!(" {attribute} {value}"));
     [Some(kind), describe("dtype"), describe("shape")].into_iter().flatten().collect()
@@ -51,7 +57,7 @@ pub(crate) fn found(object: &Bound<'_, PyAny>) -> String {
 /// A one-dimensional int32 array of the caller's to write into.
 pub(crate) fn i32s_mut<'py>(argument: &str, object: &Bound<'py, PyAny>) -> PyResult<PyReadwriteArray1<'py, i32>> {
     let array = object.extract::<PyReadwriteArray1<'py, i32>>();
-    array.map_err(|_| invalid(argument, "a writable int32 array of one dimension", &found(object)))
+    array.map_err(|_| wrong_type(argument, "a writable int32 array of one dimension", object))
 }
 
 pub(crate) fn contiguous<'a>(argument: &str, array: &'a mut PyReadwriteArray1<'_, i32>) -> PyResult<&'a mut [i32]> {

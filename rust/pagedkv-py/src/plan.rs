@@ -7,7 +7,7 @@ use pagedkv_core::step_plan::{ElementType, Field};
 use pagedkv_core::{Change, StepPlan as CorePlan};
 use pyo3::prelude::*;
 
-use crate::arrays::{contiguous, found, i32s_mut};
+use crate::arrays::{contiguous, i32s_mut, wrong_type};
 use crate::errors::{invalid, to_py_err};
 use crate::guard::Guarded;
 
@@ -182,9 +182,8 @@ impl StepPlan {
     fn write_block_table(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let id = self.id();
         let scheduler = self.scheduler()?;
-        let mut out = out
-            .extract::<PyReadwriteArray2<'_, i32>>()
-            .map_err(|_| invalid("out", "a writable int32 array of two dimensions", &found(out)))?;
+        let found = out.extract::<PyReadwriteArray2<'_, i32>>();
+        let mut out = found.map_err(|_| wrong_type("out", "a writable int32 array of two dimensions", out))?;
         let columns = out.as_array().ncols();
         let out = out.as_slice_mut().map_err(|_| invalid("out", "a contiguous array", "one with gaps"))?;
         scheduler.with(|core| core.write_block_table(id, columns, out))?.map_err(to_py_err)

@@ -9,9 +9,9 @@ use pagedkv_core::{
 };
 use pyo3::prelude::*;
 
-use crate::arrays::{array, ids};
+use crate::arrays::{array, ids, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::errors::{internal, invalid, to_py_err, unsupported};
+use crate::errors::{internal, to_py_err, unsupported};
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
 
@@ -54,9 +54,8 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
     if let Ok(text) = object.extract::<&str>() {
         return Ok(text.as_bytes().into());
     }
-    let bytes =
-        object.extract::<&[u8]>().map_err(|_| invalid("cache_salt", "str or bytes", &crate::arrays::found(object)));
-    bytes.map(Into::into)
+    let bytes = object.extract::<&[u8]>();
+    bytes.map(Into::into).map_err(|_| wrong_type("cache_salt", "str or bytes", object))
 }
 
 #[pymethods]
