@@ -145,7 +145,7 @@ impl World {
     /// A world of one of the sizes, by number: mostly of 4 to 8 blocks, and with a prefix cache.
     fn numbered(number: usize) -> Self {
         let usable = [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8, 8, 8, 8, 8][number / 3 % 16];
-        Self::new(1 + number % 3, 1 + usable, number / 48 % 8 > 0)
+        Self::new(1 + number % 3, 1 + usable, !(number / 48).is_multiple_of(8))
     }
 
     fn sequence(&self, number: u8) -> Option<SequenceId> {
@@ -296,7 +296,7 @@ impl World {
             return;
         }
         let is_known = self.model.sequences.iter().any(|sequence| sequence.id == owner);
-        let target = if is_known && length % 4 > 0 { owner } else { id };
+        let target = if is_known && !length.is_multiple_of(4) { owner } else { id };
         let before = self.digest();
         if target != owner && computed.num_tokens() > 0 {
             let error = Error::StaleComputedBlocks;
@@ -432,7 +432,7 @@ impl World {
         let newest = self.ended.iter().chain(&plans).map(|plan| plan.get()).max().unwrap_or(0);
         let never = PlanId::new(newest + 1 + u64::from(number));
         let ended = self.ended.get(usize::from(number) % self.ended.len().max(1));
-        let plan = *ended.filter(|_| number % 3 > 0).unwrap_or(&never);
+        let plan = *ended.filter(|_| !number.is_multiple_of(3)).unwrap_or(&never);
         self.refused(Error::PlanNotInFlight(plan), |manager| manager.commit(plan));
         self.refused(Error::PlanNotInFlight(plan), |manager| manager.rollback(plan));
     }

@@ -225,7 +225,7 @@ impl ManagerModel {
         let sequence = self.find(id);
         let first = sequence.num_scheduled / self.block_size;
         let stale = sequence.generation != self.generation;
-        if !sequence.uses_cache || stale || sequence.num_scheduled % self.block_size > 0 {
+        if !sequence.uses_cache || stale || !sequence.num_scheduled.is_multiple_of(self.block_size) {
             return 0;
         }
         let mut hits = 0;
@@ -262,7 +262,7 @@ impl ManagerModel {
     /// Whether the sequence must copy the block that it writes into next, and whether it may.
     fn copies(&self, id: SequenceId) -> (bool, bool) {
         let sequence = self.find(id);
-        if sequence.num_scheduled % self.block_size == 0 {
+        if sequence.num_scheduled.is_multiple_of(self.block_size) {
             return (false, false);
         }
         let tail = sequence.table[sequence.num_scheduled / self.block_size];
@@ -321,7 +321,7 @@ impl ManagerModel {
             new_blocks.push(index(target));
             self.events.copies += 1;
             self.events.copies_for_the_cache += u64::from(self.num_holders(index(source)) == 1);
-        } else if start % self.block_size > 0 {
+        } else if !start.is_multiple_of(self.block_size) {
             self.entries[table[start / self.block_size]] = None;
         }
         assert_eq!(slot_mapping.len(), num_new_tokens);
@@ -341,7 +341,7 @@ impl ManagerModel {
         // Any tokens would do; these differ between sequences, so that their blocks do.
         grown.coming.resize(unknown, (id.to_bits() % 3) as i32);
         grown.num_scheduled = after;
-        grown.table = table.clone();
+        grown.table.clone_from(&table);
         grown.num_registered += hits.len();
         grown.is_cut = false;
         self.remember(id);
