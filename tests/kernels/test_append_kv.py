@@ -65,6 +65,14 @@ def test_append_kv_writes_nothing_when_there_are_no_tokens(caches):
     assert pool.isnan().all()
 
 
+def test_append_kv_takes_an_empty_array_when_its_strides_are_zero(caches):
+    k_cache, v_cache = caches
+    nothing = np.repeat(np.zeros((0, 1, 1), k_cache.dtype), k_cache.shape[3], axis=2)
+    nothing = np.broadcast_to(nothing, (0, k_cache.shape[1], k_cache.shape[3]))
+    append_kv(nothing, nothing, k_cache, v_cache, np.zeros(0, np.int64))
+
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 4], indirect=True)
 def test_append_kv_matches_oracle_when_threads_share_the_work(num_threads):
     torch.manual_seed(num_threads)

@@ -137,9 +137,9 @@ impl<const N: usize> View<N> {
         self.shape.contains(&0)
     }
 
-    /// Whether neighbours in the last dimension are neighbours in memory.
+    /// Whether neighbours in the last dimension are neighbours in memory. The strides of an empty view mean nothing.
     pub fn has_contiguous_rows(&self) -> bool {
-        self.shape[N - 1] < 2 || self.strides[N - 1] == 1
+        self.is_empty() || self.shape[N - 1] < 2 || self.strides[N - 1] == 1
     }
 
     /// The integer at `index`.

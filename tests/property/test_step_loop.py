@@ -1,0 +1,153 @@
+"""Random requests through the whole loop: whatever a sequence reads through its block table is its own history.
+
+The cache holds, in place of keys, the number of the prefix whose last token was written there. After each step every
+sequence of the plan reads its whole row back; each slot must hold the number of that very prefix.
+"""
+
+import numpy as np
+import pagedkv
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+HEAD_DIM = 8
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+class StepLoop(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(3, 12),
+        budget=st.integers(1, 16),
+        in_flight=st.integers(1, 2),
+    )
+    def start(self, block_size, num_blocks, budget, in_flight):
+        cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=[pagedkv.GroupSpec(1, 1, HEAD_DIM)])
+        scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, max_plans_in_flight=in_flight)
+        self.scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
+        self.cache = pagedkv.KVCache.from_config(cache_config, scheduler_config, backend="numpy")
+        self.prefixes = {}
+        self.texts = {}  # (handle, sample) -> tokens, the prompt included
+        self.plans = []  # in flight, oldest first: plan, whether it ran, the tokens it sampled
+        self.aborted = set()
+        self.num_requests = 0
+
+    @rule(prompt=TOKENS, max_tokens=st.integers(1, 6), n=st.integers(1, 3), salt=st.sampled_from([None, "a"]))
+    def add(self, prompt, max_tokens, n, salt):
+        self.num_requests += 1
+        try:
+            handle = self.scheduler.add_request(
+                str(self.num_requests), prompt, max_tokens=max_tokens, n=n, cache_salt=salt
+            )
+        except ValueError:
+            return
+        self.texts |= {(handle, sample): [("salt", salt), *prompt] for sample in range(n)}
+
+    @rule(run=st.booleans(), data=st.data())
+    def plan(self, run, data):
+        try:
+            plan = self.scheduler.schedule()
+        except pagedkv.exceptions.StateError:
+            return
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=plan.num_samples, max_size=plan.num_samples))
+        self.plans.append([plan, False, tokens])
+        if run:
+            self.run_plans()
+
+    def run_plans(self):
+        """Run the plans in flight, in order, as a device would."""
+        for record in self.plans:
+            plan, has_run, _ = record
+            if not has_run:
+                self.cache.apply(plan)
+                self.write_and_read(plan)
+                record[1] = True
+
+    def write_and_read(self, plan):
+        sampled = self.sampled_in_flight(plan)
+        k_cache, v_cache = self.cache.layer(0)
+        histories = []
+        for i, key in enumerate(zip(plan.handles.tolist(), plan.sequence.tolist(), strict=True)):
+            text = self.texts[key] + sampled.get(key, [])
+            histories.append([self.number(tuple(text[: end + 2])) for end in range(plan.seq_lens[i])])
+        new = [
+            number
+            for i, history in enumerate(histories)
+            for number in history[len(history) - (plan.query_start_loc[i + 1] - plan.query_start_loc[i]) :]
+        ]
+        values = np.repeat(np.array(new, np.float32)[:, None, None], HEAD_DIM, axis=2)
+        self.cache.append_kv(0, values, values, plan.slot_mapping[0])
+        for row, history in zip(plan.rows, histories, strict=True):
+            table = self.cache.block_table[0, row]
+            positions = np.arange(len(history))
+            size = self.cache.block_size
+            assert k_cache[table[positions // size], 0, positions % size, 0].tolist() == history
+            assert v_cache[table[positions // size], 0, positions % size, -1].tolist() == history
+
+    def sampled_in_flight(self, until):
+        """Tokens that plans in flight before `until` sampled, by (handle, sample)."""
+        sampled = {}
+        for plan, _, tokens in self.plans:
+            if plan is until:
+                return sampled
+            for key, drawn in self.drawn(plan, tokens):
+                sampled.setdefault(key, []).append(drawn)
+        raise AssertionError("the plan is in flight")
+
+    def drawn(self, plan, tokens):
+        for i, handle in enumerate(plan.handles.tolist()):
+            first, end = plan.sample_start_loc[i], plan.sample_start_loc[i + 1]
+            if end - first == 1:
+                yield (handle, plan.sequence[i].item()), tokens[first]
+
+    def number(self, prefix):
+        return self.prefixes.setdefault(prefix, len(self.prefixes) + 1)
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def commit(self):
+        self.run_plans()
+        plan, _, tokens = self.plans.pop(0)
+        result = self.scheduler.commit(plan, tokens)
+        got = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
+        drawn_for = np.repeat(plan.handles, np.diff(plan.sample_start_loc)).tolist()
+        kept = [token for handle, token in zip(drawn_for, tokens, strict=True) if handle not in self.aborted]
+        assert result.num_ignored == len(tokens) - len(kept)
+        for key, token in zip(got, kept, strict=True):
+            self.texts[key].append(token)
+
+    @precondition(lambda self: self.plans)
+    @rule(index=st.integers(0, 1))
+    def rollback(self, index):
+        index = min(index, len(self.plans) - 1)
+        self.scheduler.rollback(self.plans[index][0])
+        del self.plans[index:]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def abort(self, data):
+        handle, _ = data.draw(st.sampled_from(sorted(self.texts)))
+        self.scheduler.abort(handle)
+        self.aborted.add(handle)
+
+    @invariant()
+    def laws_hold(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(1000):
+            while self.plans:
+                self.commit()
+            if not self.scheduler.has_unfinished_requests():
+                break
+            plan = self.scheduler.schedule()
+            self.plans.append([plan, False, [0] * plan.num_samples])
+        assert not self.scheduler.has_unfinished_requests()
+        assert self.scheduler.usage == 0.0
+
+
+TestStepLoop = StepLoop.TestCase
+TestStepLoop.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
