@@ -66,10 +66,10 @@ def test_append_kv_writes_nothing_when_there_are_no_tokens(caches):
 
 
 def test_append_kv_takes_an_empty_array_when_its_strides_are_zero(caches):
-    k_cache, v_cache = caches
-    nothing = np.repeat(np.zeros((0, 1, 1), k_cache.dtype), k_cache.shape[3], axis=2)
-    nothing = np.broadcast_to(nothing, (0, k_cache.shape[1], k_cache.shape[3]))
-    append_kv(nothing, nothing, k_cache, v_cache, np.zeros(0, np.int64))
+    k_cache, v_cache, pool = caches
+    nothing = np.broadcast_to(np.zeros((1, 1, 1), np.float32), (0, k_cache.shape[1], k_cache.shape[3]))
+    append_kv(nothing, nothing, k_cache, v_cache, make_slots())
+    assert pool.isnan().all()
 
 
 
