@@ -345,3 +345,42 @@ impl ExtraKeys {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block_list::Block;
+
+    #[test]
+    fn the_index_takes_at_most_twelve_bytes_per_cached_block() {
+        let mut cache = PrefixCache::new(1, 7, 0);
+        let root = cache.hold_root(&RootKey::default());
+        let mut blocks = vec![Block::new(BlockState::Free)];
+        let mut most = 0.0_f64;
+        for token in 0..50_000 {
+            let node = cache.intern(root, &[token], &[]);
+            blocks.push(Block::new(BlockState::Held));
+            cache.attach(&mut blocks, BlockId::new(token as u32 + 1), node);
+            if token >= 1000 {
+                most = most.max(cache.index.allocation_size() as f64 / f64::from(token + 1));
+            }
+        }
+        assert!(most <= 12.0, "{most} bytes");
+    }
+
+    #[test]
+    fn a_node_goes_with_its_last_block_and_its_parents_with_it() {
+        let mut cache = PrefixCache::new(2, 7, 4);
+        let root = cache.hold_root(&RootKey::default());
+        let mut blocks = vec![Block::new(BlockState::Held); 3];
+        let parent = cache.intern(root, &[1, 2], b"image");
+        let child = cache.intern(parent, &[3, 4], &[]);
+        cache.attach(&mut blocks, BlockId::new(1), parent);
+        cache.attach(&mut blocks, BlockId::new(2), child);
+        cache.detach(&mut blocks, BlockId::new(1));
+        assert_eq!(cache.num_nodes(), 3);
+        cache.detach(&mut blocks, BlockId::new(2));
+        cache.release_root(root);
+        assert_eq!((cache.num_nodes(), cache.index.len(), cache.extras.find(b"image")), (0, 0, None));
+    }
+}
