@@ -1,0 +1,86 @@
+"""Models and tokenizers from a folder, a GGUF file, or as they are."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    model: PreTrainedModel | str | PathLike[str], tokenizer: Any = None, dtype: str | torch.dtype = "auto"
+) -> tuple[PreTrainedModel, Any]:
+    """Load a model and its tokenizer.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel, str or path
+        A model, taken as it is; or the folder of one, a ``.gguf`` file, or a name that transformers knows.
+    tokenizer : tokenizer, str or path, optional
+        A tokenizer, taken as it is, or where to load one; by default it is loaded from where the model is. A model that
+        is taken as it is has none then.
+    dtype : str or torch.dtype
+        "auto", "float32", "float16" or "bfloat16". "auto" is the type that the weights are stored in, and float32 for a
+        GGUF file, whose weights are unpacked.
+
+    Returns
+    -------
+    model : transformers.PreTrainedModel
+        The model, in evaluation mode if it was loaded.
+    tokenizer : transformers.PreTrainedTokenizerBase or None
+        The tokenizer.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file, or `dtype` is unknown or not that of the model taken as it is.
+    """
+    dtype = _dtype(dtype)
+    if not isinstance(model, str | PathLike):
+        if dtype not in ("auto", model.dtype):
+            raise ValueError(f"dtype: expected that of the given model, {model.dtype}, found {dtype}")
+        return model, _load_tokenizer(tokenizer)
+    source, options = _locate(model)
+    tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
+    if dtype == "auto" and options:
+        dtype = torch.float32
+    return _from(AutoModelForCausalLM, source, options, dtype=dtype), tokenizer
+
+
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto" or dtype in _DTYPES.values():
+        return dtype
+    found = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype: expected one of auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    return found
+
+
+def _locate(name: str | PathLike[str]) -> tuple[str, dict[str, str]]:
+    """Return what to give `from_pretrained`, and its options: a GGUF file is a folder and a file in it."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model: expected a GGUF file, found none at {path}")
+        return str(path.parent), {"gguf_file": path.name}
+    if isinstance(name, PathLike) and not path.is_dir():
+        raise ValueError(f"model: expected a folder or a GGUF file, found none at {path}")
+    return str(path if path.is_dir() else name), {}
+
+
+def _load_tokenizer(tokenizer: Any) -> Any:
+    if not isinstance(tokenizer, str | PathLike):
+        return tokenizer
+    return _from(AutoTokenizer, *_locate(tokenizer))
+
+
+def _from(factory: Any, source: str, options: dict[str, str], **more: Any) -> Any:
+    return factory.from_pretrained(source, **options, **more)

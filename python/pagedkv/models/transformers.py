@@ -1,0 +1,146 @@
+"""A causal decoder of Hugging Face transformers that runs step plans."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from pagedkv.models.hook import NAME, register_attention
+from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
+from pagedkv.models.probe import probe_layers
+from pagedkv.models.support import check_model, longest_model_len
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pagedkv.kv_cache import KVCache
+    from pagedkv.scheduling import StepPlan
+
+
+class TransformersModel:
+    """A model of transformers with its keys and values in a paged cache.
+
+    Works on any causal decoder that attends through transformers' AttentionInterface, and refuses others by name. The
+    model's own attention implementation is replaced during `forward` only, so it can be used for other things between
+    two steps, though not at the same time in another thread.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model, in evaluation mode. It is run on one token to learn the shape of its cache.
+
+    Attributes
+    ----------
+    group : GroupSpec
+        Layers, KV heads, head dimension and element type that the cache must have.
+    vocab_size : int
+        Logits per sample.
+    max_model_len : int or None
+        Longest sequence that the model's positions allow, where its configuration says so.
+    device : torch.device
+        Where the model lies.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model needs something that a paged cache or `paged_attention` does not have.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    >>> config = LlamaConfig(vocab_size=32, intermediate_size=64, max_position_embeddings=128, **sizes)
+    >>> model = TransformersModel(LlamaForCausalLM(config).eval())
+    >>> model.group.num_layers, model.group.num_kv_heads, model.group.head_dim, model.max_model_len
+    (2, 2, 16, 128)
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        register_attention()
+        config = model.config.get_text_config(decoder=True)
+        check_model(model, config)
+        self._model = model
+        self._configs = list(_configs(model))
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = longest_model_len(config)
+        self.device = model.device
+        row = torch.zeros(1, dtype=torch.int32, device=self.device)
+        # transformers warns of an input that starts with padding.
+        token = row + (getattr(config, "pad_token_id", None) == 0)
+        self.group = probe_layers(model, config, lambda step: self._run(token, row, row, step))
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text, from the model's generation configuration."""
+        eos = getattr(self._model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = self._model.config.eos_token_id
+        return frozenset([eos] if isinstance(eos, int) else eos or ())
+
+    def forward(self, plan: StepPlan, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the tokens of a plan.
+
+        Parameters
+        ----------
+        plan : StepPlan
+            What `Scheduler.schedule` returned, with at least one token.
+        kv_cache : KVCache
+            The memory, to which the plan was applied; the keys and values of the plan's tokens are written.
+        previous_tokens : torch.Tensor, shape (num_samples of the previous plan,), int32, optional
+            What was sampled for the plan before this one; needed where ``plan.input_from`` refers to it.
+
+        Returns
+        -------
+        torch.Tensor, shape (num_samples, vocab_size)
+            Logits from which each sample is drawn, in the model's dtype.
+
+        Notes
+        -----
+        Sequences do not see one another, and the plan's arrays are taken as they are: the work in Python does not grow
+        with the number of tokens or sequences.
+        """
+        token_ids = from_dlpack(plan.token_ids)
+        if previous_tokens is not None and len(previous_tokens):
+            source = from_dlpack(plan.input_from).long()
+            token_ids = torch.where(source < 0, token_ids, previous_tokens[source.clamp(min=0)])
+        positions, sample_rows = from_dlpack(plan.positions), from_dlpack(plan.sample_rows)
+        return self._run(token_ids, positions, sample_rows, AttentionMetadata.from_plan(plan, kv_cache))
+
+    @torch.inference_mode()
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, sample_rows: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": token_ids[None], "position_ids": positions[None], NAME: step}
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = sample_rows
+        with self._paged(), attention_step(step):
+            logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0]
+        return logits if self._keeps_logits else logits[sample_rows]
+
+    @contextmanager
+    def _paged(self) -> Iterator[None]:
+        # The public setter of a configuration also writes its sub-configurations, which then can't be put back.
+        previous = [config._attn_implementation_internal for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, implementation in zip(self._configs, previous, strict=True):
+                config._attn_implementation_internal = implementation
+
+
+def _configs(model: PreTrainedModel) -> Iterator[Any]:
+    """Yield each configuration that a layer of the model may ask for the attention implementation."""
+    seen = set()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal") and id(config) not in seen:
+            seen.add(id(config))
+            yield config
