@@ -6,6 +6,27 @@
 //!
 //! Results never depend on the number of threads: work is cut by the lengths of the batch alone, and partial results
 //! are merged in a fixed order.
+//!
+//! ```
+//! use pagedkv_cpu::{AttentionOptions, Batch, DType, Operands, View, paged_attention};
+//!
+//! let mut cache = vec![1.0_f32; 4 * 16 * 8]; // 4 blocks, 1 KV head, 16 slots, 8 elements
+//! let (mut q, mut out) = (vec![1.0_f32; 8], vec![0.0_f32; 8]);
+//! let mut table = [3_i32, 1];
+//! // SAFETY: the vectors outlive the call, cover the shapes, and are used by nobody else meanwhile.
+//! let operands = unsafe {
+//!     let k_cache = View::new(cache.as_mut_ptr().cast(), DType::F32, [4, 1, 16, 8], [128, 128, 8, 1]);
+//!     let row = |data: *mut f32| View::new(data.cast(), DType::F32, [1, 1, 8], [8, 8, 1]);
+//!     let (q, out) = (row(q.as_mut_ptr()), row(out.as_mut_ptr()));
+//!     Operands { q, k_cache, v_cache: k_cache, out, lse: None }
+//! };
+//! // SAFETY: as above.
+//! let block_table = unsafe { View::new(table.as_mut_ptr().cast(), DType::I32, [1, 2], [2, 1]) };
+//! let batch = Batch { block_table, rows: None, seq_lens: &[20], query_start_loc: &[0, 1] };
+//! paged_attention(&operands, &batch, &AttentionOptions::default(), 1)?;
+//! assert_eq!(out, [1.0; 8]);
+//! # Ok::<(), pagedkv_cpu::Error>(())
+//! ```
 
 mod attention;
 mod cache;

@@ -130,6 +130,11 @@ mod tests {
     }
 
     #[test]
+    fn a_block_is_one_span_per_layer_when_layers_run_backwards() {
+        assert_eq!(spans([5, 3, 2, 8], [48, -16, 8, 1]), (3, 32));
+    }
+
+    #[test]
     fn a_block_is_one_span_per_element_when_nothing_is_contiguous() {
         assert_eq!(spans([5, 3, 2, 8], [480, 160, 80, 10]), (48, 2));
     }
