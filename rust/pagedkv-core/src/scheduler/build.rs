@@ -2,7 +2,7 @@
 
 use super::pass::{Entry, Pass};
 use super::request::Stage;
-use super::{Cell, InFlight, Scheduler};
+use super::{Cell, Departure, InFlight, Scheduler};
 use crate::ids::PlanId;
 use crate::step_plan::{Change, Changes, Field, Header, StepPlan, encode_changes};
 
@@ -90,10 +90,18 @@ impl Scheduler {
             updates.extend(update);
             update.is_some()
         });
+        // Whoever a plan that never ran had preempted may have ended since, with tokens that were on their way.
+        let ended: Vec<_> = announced.preempted.extract_if(.., |departure| !self.is_live(departure)).collect();
+        announced.finished.extend(ended);
         changes.preempted.extend(announced.preempted.iter().map(|departure| departure.change.clone()));
         changes.finished.extend(announced.finished.iter().map(|departure| departure.change.clone()));
         record.announced = announced;
         (updates, changes)
+    }
+
+    fn is_live(&self, departure: &Departure) -> bool {
+        let slot = self.by_handle.get(&departure.handle);
+        slot.is_some_and(|&slot| self.request(slot).samples[departure.sample as usize].finish.is_none())
     }
 
     /// A cell's present value, if it is still in use.

@@ -346,7 +346,10 @@ impl Scheduler {
             None => 0..self.request(slot).samples.len(),
         };
         for sample in samples {
-            self.finish_sample(slot, sample, FinishReason::Abort);
+            // The request is gone with its last live sample, which need not be the last in number.
+            if self.by_handle.contains_key(&handle) {
+                self.finish_sample(slot, sample, FinishReason::Abort);
+            }
         }
     }
 

@@ -77,16 +77,7 @@ impl Scheduler {
             }
         }
         self.announcements.repeated.append(&mut record.cells);
-        for departure in announced.preempted.drain(..) {
-            let slot = self.by_handle.get(&departure.handle);
-            let still_holds = slot.is_some_and(|&slot| {
-                let request = self.request(slot);
-                request.samples[departure.sample as usize].finish.is_none() && request.stage == Stage::Waiting
-            });
-            if still_holds {
-                self.announcements.preempted.push(departure);
-            }
-        }
+        self.announcements.preempted.append(&mut announced.preempted);
         self.announcements.finished.append(&mut announced.finished);
     }
 }

@@ -1,0 +1,58 @@
+//! Faults of the scheduler that were found, each named after what went wrong, each seen failing first.
+
+use pagedkv_core::{CacheConfig, Change, Handle, NewRequest, Scheduler, SchedulerConfig, StepPlan};
+
+fn scheduler(num_blocks: u32, max_plans_in_flight: u32) -> Scheduler {
+    let cache = CacheConfig { block_size: 1, ..CacheConfig::new(num_blocks) };
+    let limits = SchedulerConfig { max_plans_in_flight, ..SchedulerConfig::default() };
+    Scheduler::new(&cache, &limits).expect("a valid configuration")
+}
+
+fn add(scheduler: &mut Scheduler, request_id: &str, prompt: &[i32], max_tokens: u32, n: u32) -> Handle {
+    let request = NewRequest { n, ..NewRequest::new(request_id, prompt.to_vec(), max_tokens) };
+    scheduler.add_request(request).expect("a request that fits")
+}
+
+fn commit(scheduler: &mut Scheduler, plan: &StepPlan) {
+    let tokens = vec![0; plan.sizes().num_samples as usize];
+    scheduler.commit(plan.id(), &tokens).expect("the oldest plan");
+}
+
+#[test]
+fn abort_of_a_request_whose_last_sample_had_ended_before_the_others_panicked() {
+    let mut scheduler = scheduler(16, 1);
+    let handle = add(&mut scheduler, "r", &[0], 4, 2);
+    scheduler.abort(handle, Some(1)).unwrap();
+    scheduler.abort(handle, None).unwrap();
+    scheduler.schedule().unwrap();
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
+}
+
+/// Two requests in a pool that holds one of them to its end: the second is preempted by the second plan, while its last
+/// token is on its way in the first.
+fn preempted_with_its_last_token_on_its_way() -> (Scheduler, StepPlan, StepPlan) {
+    let mut scheduler = scheduler(1 + 3, 2);
+    add(&mut scheduler, "old", &[0, 0], 2, 1);
+    add(&mut scheduler, "young", &[1], 1, 1);
+    let first = scheduler.schedule().unwrap();
+    let second = scheduler.schedule().unwrap();
+    (scheduler, first, second)
+}
+
+#[test]
+fn request_that_ended_after_a_plan_had_preempted_it_was_never_said_to_have_left_when_the_plan_was_undone() {
+    let (mut scheduler, first, second) = preempted_with_its_last_token_on_its_way();
+    let young = Change { row: 1, request_id: "young".into(), sample: 0 };
+    assert_eq!(second.changes().preempted, std::slice::from_ref(&young), "the scene is another");
+    commit(&mut scheduler, &first);
+    scheduler.rollback(second.id()).unwrap();
+    assert_eq!(scheduler.schedule().unwrap().changes().finished, [young]);
+}
+
+#[test]
+fn request_that_ended_after_the_plan_that_preempted_it_was_undone_was_said_to_come_back() {
+    let (mut scheduler, first, second) = preempted_with_its_last_token_on_its_way();
+    scheduler.rollback(second.id()).unwrap();
+    commit(&mut scheduler, &first);
+    assert_eq!(scheduler.schedule().unwrap().changes().preempted, []);
+}
