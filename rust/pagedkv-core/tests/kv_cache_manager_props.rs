@@ -205,7 +205,7 @@ impl World {
             let oldest = self.model.sequences[0].id;
             return self.free(oldest);
         }
-        let tokens = two_tokens(1 + usize::from(length % 12), tokens);
+        let tokens = two_tokens(1 + usize::from(length) % (4 * self.model.block_size), tokens);
         let uses_cache = number < 240;
         let identity = identity(number);
         let created = self.manager.create(tokens.as_slice().into(), identity.clone(), uses_cache);

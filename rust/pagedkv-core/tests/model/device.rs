@@ -1,0 +1,137 @@
+//! Whoever runs plans: a block table, memory and a list of who sits where, fed by the arrays of plans and by nothing else.
+
+use std::collections::BTreeMap;
+
+use pagedkv_core::StepPlan;
+use pagedkv_core::step_plan::Field;
+
+use super::memory::{History, Memory};
+
+/// What a sequence of a plan is expected to be, by what the model knows.
+#[derive(Clone, Debug)]
+pub(crate) struct Expected {
+    pub(crate) request_id: String,
+    pub(crate) sample: u32,
+    pub(crate) tokens: Vec<i32>,
+    /// Of `tokens`.
+    pub(crate) histories: Vec<History>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Device {
+    block_size: usize,
+    table: Vec<Vec<Option<usize>>>,
+    memory: Memory,
+    /// Who sits in which row, by the change lists.
+    seats: BTreeMap<u32, (String, u32)>,
+}
+
+impl Device {
+    pub(crate) fn new(num_blocks: usize, block_size: usize, num_rows: usize, num_columns: usize) -> Self {
+        Self {
+            block_size,
+            table: vec![vec![None; num_columns]; num_rows],
+            memory: Memory::new(num_blocks, block_size),
+            seats: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn num_seats(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// Applies the plan, writes every token and lets every sequence read all of itself. `sampled` are the tokens that the
+    /// plan before sampled; `sequences` what each sequence has to find.
+    pub(crate) fn run(&mut self, plan: &StepPlan, sampled: &[i32], sequences: &[Expected]) {
+        self.update_seats(plan);
+        self.update_table(plan);
+        let copies: Vec<_> = plan.i32s(Field::Copies).chunks(2).map(|c| (c[0] as usize, c[1] as usize)).collect();
+        let starts = plan.i32s(Field::QueryStartLoc);
+        let mut writes = Vec::new();
+        for (s, expected) in sequences.iter().enumerate() {
+            for t in starts[s] as usize..starts[s + 1] as usize {
+                let position = plan.i32s(Field::Positions)[t] as usize;
+                let from = plan.i32s(Field::InputFrom)[t];
+                let token =
+                    if from < 0 { plan.i32s(Field::TokenIds)[t] } else { sampled[usize::try_from(from).unwrap()] };
+                assert_eq!(token, expected.tokens[position], "the input at position {position} of {expected:?}");
+                let slot = plan.i64s(Field::SlotMapping)[t] as usize;
+                assert_eq!(slot, self.slot(plan, s, position), "the slot of position {position} of {expected:?}");
+                writes.push((slot, expected.histories[position]));
+            }
+        }
+        self.memory.run(&copies, &writes);
+        for (s, expected) in sequences.iter().enumerate() {
+            let seat = (expected.request_id.clone(), expected.sample);
+            let row = plan.i32s(Field::Rows)[s] as u32;
+            assert_eq!(self.seats.get(&row), Some(&seat), "who sits in row {row}");
+            for position in 0..plan.i32s(Field::SeqLens)[s] as usize {
+                let read = self.memory.slot(self.slot(plan, s, position));
+                let own = read == Some(expected.histories[position]);
+                assert!(own, "another's token lies at {position} of {expected:?}");
+            }
+        }
+        self.check_common_prefix(plan);
+    }
+
+    /// A plan that ran was rolled back: whom it seated sits nowhere until a later plan says so again.
+    pub(crate) fn undo_seats(&mut self, plan: &StepPlan) {
+        for change in plan.changes().new {
+            if self.seats.get(&change.row) == Some(&(change.request_id, change.sample)) {
+                self.seats.remove(&change.row);
+            }
+        }
+    }
+
+    /// Where the kernel looks for a position of the plan's sequence `s`.
+    fn slot(&self, plan: &StepPlan, s: usize, position: usize) -> usize {
+        let row = plan.i32s(Field::Rows)[s] as usize;
+        let block = self.table[row][position / self.block_size];
+        let block = block.unwrap_or_else(|| panic!("nothing was ever written at row {row} for position {position}"));
+        block * self.block_size + position % self.block_size
+    }
+
+    /// The cells that the kernel reads for the plan's sequence `s`.
+    pub(crate) fn row(&self, plan: &StepPlan, s: usize) -> Vec<i32> {
+        let row = plan.i32s(Field::Rows)[s] as usize;
+        let columns = (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.block_size);
+        self.table[row][..columns].iter().map(|cell| cell.map_or(-1, |block| block as i32)).collect()
+    }
+
+    fn update_seats(&mut self, plan: &StepPlan) {
+        let changes = plan.changes();
+        for change in changes.preempted.into_iter().chain(changes.finished) {
+            let left = (change.request_id, change.sample);
+            if self.seats.get(&change.row) == Some(&left) {
+                self.seats.remove(&change.row);
+            }
+        }
+        for change in changes.new {
+            self.seats.insert(change.row, (change.request_id, change.sample));
+        }
+    }
+
+    fn update_table(&mut self, plan: &StepPlan) {
+        let updates: Vec<_> = plan.i32s(Field::TableUpdates).chunks(4).collect();
+        for (i, update) in updates.iter().enumerate() {
+            let &[group, row, column, block] = *update else { unreachable!("four numbers") };
+            assert!(group == 0 && block > 0, "a table update names group {group} and block {block}");
+            let once = updates[i + 1..].iter().all(|other| other[..3] != update[..3]);
+            assert!(once, "row {row} and column {column} are updated twice");
+            self.table[row as usize][column as usize] = Some(block as usize);
+        }
+    }
+
+    /// The blocks that the plan calls common are, and hold only tokens of earlier steps.
+    fn check_common_prefix(&self, plan: &StepPlan) {
+        let common = plan.i32s(Field::NumCommonPrefixBlocks)[0] as usize;
+        let rows = plan.i32s(Field::Rows);
+        for (s, &row) in rows.iter().enumerate() {
+            let (first, row) = (&self.table[rows[0] as usize], &self.table[row as usize]);
+            assert_eq!(first[..common], row[..common], "the common prefix");
+            let starts = plan.i32s(Field::QueryStartLoc);
+            let start = plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s]);
+            assert!(common * self.block_size <= start as usize, "the common prefix is written in this step");
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! Random requests, steps, aborts and rollbacks, with up to three plans in flight, against the naive model; every law
+//! after each of them, and each plan run on a device that knows only its arrays.
+
+mod model;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use model::random::Random;
+use model::scheduler::{Events, Limits, SchedulerModel};
+use pagedkv_core::{
+    CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, RootKey, Scheduler, SchedulerConfig,
+};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+
+const MOST_REQUESTS: usize = 6;
+const MAX_MODEL_LEN: usize = 14;
+/// Sizes of worlds, by number.
+const NUM_WORLDS: usize = 3 * 8 * 8 * 4 * 3 * 4;
+
+#[derive(Clone, Copy, Debug)]
+enum Command {
+    Add {
+        prompt: u8,
+        output: u8,
+        kind: u8,
+    },
+    Schedule {
+        tokens: u8,
+    },
+    RunPlan,
+    Commit,
+    Rollback {
+        plan: u8,
+    },
+    Abort {
+        request: u8,
+        sample: u8,
+    },
+    Finish {
+        request: u8,
+        sample: u8,
+    },
+    ResetPrefixCache,
+    /// A call that must be refused.
+    Mistake {
+        which: u8,
+        target: u8,
+    },
+}
+
+impl Command {
+    fn decode([kind, a, b, c]: [u8; 4]) -> Self {
+        match kind % 100 {
+            0..16 => Self::Add { prompt: a, output: b, kind: c },
+            16..49 => Self::Schedule { tokens: a },
+            49..56 => Self::RunPlan,
+            56..87 => Self::Commit,
+            87..92 => Self::Rollback { plan: a },
+            92..94 => Self::Abort { request: a, sample: b },
+            94 => Self::Finish { request: a, sample: b },
+            95 if a < 128 => Self::ResetPrefixCache,
+            _ => Self::Mistake { which: a, target: b },
+        }
+    }
+}
+
+struct World {
+    scheduler: Scheduler,
+    model: SchedulerModel,
+    num_added: usize,
+    ended_plans: Vec<PlanId>,
+    num_refused: u64,
+}
+
+/// `length` tokens of two kinds, by number; most numbers share long prefixes.
+fn two_tokens(length: usize, number: u8) -> Vec<i32> {
+    let bits = [0, 0, 0, 0b1000_0000, 0b0010_0000, 0b0000_1000, 0b0000_0001, number][usize::from(number % 8)];
+    (0..length).map(|i| i32::from(bits >> (i % 8) & 1)).collect()
+}
+
+impl World {
+    fn numbered(number: usize) -> Self {
+        let usable = [8, 2, 3, 4, 5, 6, 7, 8][number / 3 % 8];
+        let limits = Limits {
+            block_size: 1 + number % 3,
+            usable_blocks: usable,
+            max_num_batched_tokens: 1 + number / 24 % 8,
+            max_num_seqs: 1 + number / 192 % 4,
+            max_model_len: MAX_MODEL_LEN,
+            max_plans_in_flight: 1 + number / 768 % 3,
+        };
+        let cache = CacheConfig {
+            block_size: limits.block_size as u32,
+            enable_prefix_caching: !(number / 2304).is_multiple_of(4),
+            ..CacheConfig::new(usable as u32 + 1)
+        };
+        let config = SchedulerConfig {
+            max_num_seqs: limits.max_num_seqs as u32,
+            max_num_batched_tokens: limits.max_num_batched_tokens as u32,
+            max_model_len: MAX_MODEL_LEN as u32,
+            watermark: if number.is_multiple_of(5) { 0.3 } else { 0.0 },
+            max_plans_in_flight: limits.max_plans_in_flight as u32,
+            ..SchedulerConfig::default()
+        };
+        Self {
+            scheduler: Scheduler::new(&cache, &config).expect("a valid configuration"),
+            model: SchedulerModel::new(limits),
+            num_added: 0,
+            ended_plans: Vec::new(),
+            num_refused: 0,
+        }
+    }
+
+    fn handle(&self, number: u8) -> Option<Handle> {
+        let len = self.model.requests.len();
+        (len > 0).then(|| self.model.requests[usize::from(number) % len].handle)
+    }
+
+    fn run(&mut self, command: Command) {
+        match command {
+            Command::Add { prompt, output, kind } => self.add(prompt, output, kind),
+            Command::Schedule { tokens } => self.schedule(tokens),
+            Command::RunPlan => self.model.run_next_plan(),
+            Command::Commit => self.commit(),
+            Command::Rollback { plan } => self.rollback(plan),
+            Command::Abort { request, sample } => self.abort(request, sample),
+            Command::Finish { request, sample } => self.finish(request, sample),
+            Command::ResetPrefixCache => self.scheduler.reset_prefix_cache(),
+            Command::Mistake { which, target } => self.mistake(which, target),
+        }
+        self.model.check(&self.scheduler);
+    }
+
+    fn request(&self, prompt: u8, output: u8, kind: u8) -> NewRequest {
+        let longest = if kind.is_multiple_of(5) { 9 } else { 2 * self.model.limits.block_size };
+        let tokens = two_tokens(1 + usize::from(prompt) % longest, prompt / 9);
+        let len = tokens.len() as u32;
+        let (lora_id, images) = match kind / 8 % 16 {
+            0 => (Some(1), vec![]),
+            1 if len > 2 => (None, vec![ImageSpan { start: 1, len: 2, digest: [7].into() }]),
+            2 if len > 2 => (None, vec![ImageSpan { start: 1, len: 2, digest: [8].into() }]),
+            _ => (None, vec![]),
+        };
+        NewRequest {
+            n: [1, 1, 1, 1, 2, 2, 2, 3][usize::from(kind % 8)],
+            stop_token_ids: if output.is_multiple_of(3) { vec![2] } else { vec![] },
+            min_tokens: u32::from(output / 3 % 3),
+            needs_commit: (output / 9).is_multiple_of(4),
+            use_prefix_cache: kind < 224,
+            identity: Identity { root: RootKey { lora_id, cache_salt: None }, images },
+            ..NewRequest::new(format!("r{}", self.num_added), tokens, 1 + u32::from(output / 36 % 6))
+        }
+    }
+
+    fn add(&mut self, prompt: u8, output: u8, kind: u8) {
+        if self.model.requests.len() == MOST_REQUESTS {
+            return self.commit();
+        }
+        let request = self.request(prompt, output, kind);
+        let needed = self.model.num_blocks_needed(&request);
+        let limits = self.model.limits;
+        let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
+        if request.n as usize > limits.max_num_seqs {
+            return self.refused(|scheduler| scheduler.add_request(request), invalid("n"));
+        }
+        if request.prompt_token_ids.len() + request.max_tokens as usize > limits.max_model_len {
+            return self.refused(|scheduler| scheduler.add_request(request), invalid("max_tokens"));
+        }
+        if needed > limits.usable_blocks {
+            let error = Error::NeverFits { needed: needed as u64, usable: limits.usable_blocks as u64 };
+            return self.refused(|scheduler| scheduler.add_request(request), |refused| *refused == error);
+        }
+        let handle = self.scheduler.add_request(request.clone()).expect("a request that fits");
+        self.model.add_request(handle, &Arc::new(request));
+        self.num_added += 1;
+    }
+
+    fn schedule(&mut self, tokens: u8) {
+        let limit = self.model.limits.max_plans_in_flight;
+        if self.model.in_flight().len() == limit {
+            let error = Error::TooManyPlans(limit as u32);
+            self.refused(Scheduler::schedule, |refused| *refused == error);
+            return self.commit();
+        }
+        self.model.drain_aborts();
+        let plan = self.scheduler.schedule().expect("fewer plans in flight than allowed");
+        let mut random = Random::new(u64::from(tokens));
+        // Mostly zeros, so that outputs are shared as well, and now and then a stop token.
+        self.model.schedule(&self.scheduler, plan, || [0, 0, 0, 1, 0, 0, 0, 2][random.below(8)]);
+    }
+
+    fn commit(&mut self) {
+        let Some((plan, tokens)) = self.model.tokens_of_the_oldest_plan() else {
+            return self.schedule(0);
+        };
+        let expected = self.model.commit();
+        let result = self.scheduler.commit(plan, &tokens).expect("the oldest plan");
+        assert_eq!(result, expected);
+        self.ended_plans.push(plan);
+    }
+
+    fn rollback(&mut self, number: u8) {
+        let plans = self.model.in_flight();
+        if plans.is_empty() {
+            return self.schedule(number);
+        }
+        let first = usize::from(number) % plans.len();
+        self.model.rollback(plans[first]);
+        self.scheduler.rollback(plans[first]).expect("a plan in flight");
+        self.ended_plans.extend(&plans[first..]);
+    }
+
+    fn abort(&mut self, number: u8, sample: u8) {
+        let Some(handle) = self.handle(number) else {
+            return self.schedule(sample);
+        };
+        let sample = (sample % 4).checked_sub(1);
+        self.scheduler.abort(handle, sample.map(u32::from)).expect("a handle that was given out");
+        self.model.abort(handle, sample.map(usize::from));
+        if number.is_multiple_of(2) {
+            // Aborts wait in the inbox for the next of these.
+            self.commit();
+        }
+    }
+
+    fn finish(&mut self, number: u8, sample: u8) {
+        let Some(handle) = self.handle(number) else {
+            return self.schedule(sample);
+        };
+        self.model.drain_aborts();
+        let request = self.model.requests.iter().find(|request| request.handle == handle);
+        let Some(n) = request.map(model::scheduler::Request::num_samples) else {
+            assert_eq!(self.scheduler.finish(handle, 0), Err(Error::UnknownHandle(handle)));
+            return;
+        };
+        let sample = usize::from(sample) % n;
+        assert_eq!(self.scheduler.finish(handle, sample as u32), Ok(()));
+        self.model.finish(handle, sample);
+    }
+
+    fn refused<T: std::fmt::Debug>(
+        &mut self,
+        call: impl FnOnce(&mut Scheduler) -> pagedkv_core::Result<T>,
+        is_expected: impl FnOnce(&Error) -> bool,
+    ) {
+        let before = format!("{:?}", self.scheduler);
+        let error = call(&mut self.scheduler).expect_err("a call that must be refused");
+        assert!(is_expected(&error), "{error:?}");
+        assert_eq!(format!("{:?}", self.scheduler), before, "a refused call changed something");
+        self.num_refused += 1;
+    }
+
+    fn mistake(&mut self, which: u8, target: u8) {
+        let plans = self.model.in_flight();
+        let never = Handle::new(self.num_added as i64 + i64::from(target));
+        match which % 6 {
+            0 => self.refused(|scheduler| scheduler.abort(never, None), |error| *error == Error::UnknownHandle(never)),
+            1 => self.add_twice(target),
+            2 if plans.len() > 1 => {
+                let error = Error::PlanOutOfOrder { found: plans[1], oldest: plans[0] };
+                self.refused(|scheduler| scheduler.commit(plans[1], &[]), |refused| *refused == error);
+            }
+            3 if !plans.is_empty() => {
+                let (oldest, mut tokens) = self.model.tokens_of_the_oldest_plan().expect("a plan is in flight");
+                tokens.push(0);
+                let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "tokens", .. });
+                self.refused(|scheduler| scheduler.commit(oldest, &tokens), is_expected);
+            }
+            _ if !self.ended_plans.is_empty() => {
+                let ended = self.ended_plans[usize::from(target) % self.ended_plans.len()];
+                let is_expected = |error: &Error| *error == Error::PlanNotInFlight(ended);
+                self.refused(|scheduler| scheduler.commit(ended, &[]), is_expected);
+                self.refused(|scheduler| scheduler.rollback(ended), is_expected);
+            }
+            _ => self.schedule(target),
+        }
+    }
+
+    fn add_twice(&mut self, number: u8) {
+        let Some(handle) = self.handle(number) else {
+            return self.schedule(number);
+        };
+        let request = self.model.requests.iter().find(|request| request.handle == handle).expect("it is live");
+        let twice = NewRequest::new(request.request_id(), vec![0], 1);
+        let error = Error::DuplicateRequest(twice.request_id.clone());
+        self.refused(|scheduler| scheduler.add_request(twice), |refused| *refused == error);
+    }
+
+    /// Steps until every request is over: each step takes the oldest at least one token further.
+    fn drain(&mut self) {
+        while !self.model.in_flight().is_empty() {
+            self.commit();
+            self.model.check(&self.scheduler);
+        }
+        self.model.drain_aborts();
+        let mut steps_left: usize = self.model.requests.iter().map(model::scheduler::Request::most_tokens).sum();
+        // The last plan has nothing to run, and says who left.
+        loop {
+            self.schedule(steps_left as u8);
+            let is_over = self.model.requests.is_empty();
+            self.commit();
+            self.model.check(&self.scheduler);
+            if is_over {
+                break;
+            }
+            steps_left = steps_left.checked_sub(1).expect("every step takes the oldest request further");
+        }
+        self.model.check_empty(&self.scheduler);
+    }
+}
+
+fn sum(total: &mut Events, events: &Events) {
+    total.tokens += events.tokens;
+    total.hit_tokens += events.hit_tokens;
+    total.copies += events.copies;
+    total.forks += events.forks;
+    total.inputs_from_the_plan_before += events.inputs_from_the_plan_before;
+    total.preemptions += events.preemptions;
+    total.undone_plans += events.undone_plans;
+    total.undone_plans_that_had_run += events.undone_plans_that_had_run;
+    total.undone_admissions += events.undone_admissions;
+    total.blocked_plans += events.blocked_plans;
+    total.ignored_tokens += events.ignored_tokens;
+    total.finished_requests += events.finished_requests;
+}
+
+/// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
+fn run_worlds(seed: u64, num_worlds: usize) -> (Events, u64) {
+    let (mut total, mut num_refused) = (Events::default(), 0);
+    for number in 0..num_worlds {
+        let mut random = Random::new(seed.wrapping_add(number as u64));
+        let mut world = World::numbered(random.below(NUM_WORLDS));
+        for step in 0..250 {
+            let command = Command::decode(random.bytes());
+            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
+            assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| world.drain()));
+        assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
+        sum(&mut total, &world.model.events);
+        num_refused += world.num_refused;
+    }
+    (total, num_refused)
+}
+
+fn check_volume(seed: u64) {
+    let (events, num_refused) = run_worlds(seed, 2000);
+    let met = [
+        events.tokens,
+        events.hit_tokens,
+        events.copies,
+        events.forks,
+        events.inputs_from_the_plan_before,
+        events.preemptions,
+        events.undone_plans,
+        events.undone_plans_that_had_run,
+        events.undone_admissions,
+        events.blocked_plans,
+        events.ignored_tokens,
+        events.finished_requests,
+        num_refused,
+    ];
+    assert!(met.iter().all(|&count| count >= 100), "too little happens: {events:?}, {num_refused} refused");
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_over_500_000_commands() {
+    check_volume(0x5eed_0000_0000);
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_over_another_500_000_commands() {
+    check_volume(0x5eed_0001_0000);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn scheduler_agrees_with_the_model(
+        world in 0..NUM_WORLDS,
+        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
+    ) {
+        let mut world = World::numbered(world);
+        commands.into_iter().for_each(|command| world.run(command));
+        world.drain();
+    }
+}
