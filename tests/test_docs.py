@@ -1,4 +1,4 @@
-"""The documents tell the truth: snippets run and print what they say, docstring examples hold."""
+"""The documents tell the truth: snippets run and print what they say, docstring examples hold, examples run."""
 
 import contextlib
 import doctest
@@ -7,6 +7,8 @@ import io
 import itertools
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,3 +101,11 @@ def test_docstring_examples_hold(name):
     for case in doctest.DocTestFinder(exclude_empty=True).find(module):
         runner.run(case, out=report.write)
     assert runner.failures == 0, report.getvalue()
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("[0-9]*.py")), ids=lambda path: path.stem)
+def test_example_runs_to_its_end(example, tmp_path):
+    """An example checks what it teaches by itself."""
+    run = subprocess.run([sys.executable, "-W", "error", example], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
