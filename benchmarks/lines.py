@@ -25,6 +25,7 @@ and, beside them, whatever sizes the benchmark passed by name.
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -105,25 +106,28 @@ class Report:
         return line
 
     def show(self, console: Console | None = None) -> None:
-        """Print the lines as a table."""
+        """Print the lines as a table, without the columns in which no line has anything."""
+        rows = [_cells(line) for line in self.lines]
+        used = [i for i in range(len(COLUMNS)) if any(row[i] for row in rows)]
         table = Table(title=self.title, title_justify="left")
-        for heading, justify in COLUMNS.items():
-            table.add_column(heading, justify=justify)
-        for line in self.lines:
-            table.add_row(*_cells(line))
-        (console or Console()).print(table)
+        for i in used:
+            heading, justify = COLUMNS[i]
+            table.add_column(heading, justify=justify, no_wrap=heading == "what")
+        for row in rows:
+            table.add_row(*(row[i] for i in used))
+        (console or Console(width=None if sys.stdout.isatty() else 140)).print(table)
 
 
-COLUMNS: dict[str, Literal["left", "right"]] = {
-    "what": "left",
-    "ours": "right",
-    "spread": "right",
-    "unit": "left",
-    "peer": "right",
-    "times better": "right",
-    "limit": "right",
-    "of limit": "right",
-}
+COLUMNS: list[tuple[str, Literal["left", "right"]]] = [
+    ("what", "left"),
+    ("ours", "right"),
+    ("spread", "right"),
+    ("unit", "left"),
+    ("peer", "right"),
+    ("times better", "right"),
+    ("limit", "right"),
+    ("of limit", "right"),
+]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
