@@ -25,7 +25,8 @@ type Columns<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 /// InvalidArgumentError
 ///     Naming line and field.
 #[pyfunction]
-pub(crate) fn read_lengths<'py>(py: Python<'py>, path: std::path::PathBuf) -> PyResult<Columns<'py>> {
+#[expect(clippy::needless_pass_by_value, reason = "arguments of Python come by value")]
+pub(crate) fn read_lengths(py: Python<'_>, path: std::path::PathBuf) -> PyResult<Columns<'_>> {
     let rows = read(File::open(&path)?).map_err(|error| invalid("path", "a table of lengths", &error.to_string()))?;
     let column = |value: fn(&Lengths) -> u32| rows.iter().map(|row| value(row) as i32).collect();
     Ok((array(py, column(|row| row.prompt_tokens)), array(py, column(|row| row.output_tokens))))
@@ -64,10 +65,10 @@ pub(crate) fn replay_saturated(
     if let Some(short) = prompts.iter().chain(&outputs).find(|&&length| length < 1) {
         return Err(invalid("prompt_tokens, output_tokens", "lengths of at least 1", &short.to_string()));
     }
-    let rows = prompts.iter().zip(&outputs).map(|(&prompt, &output)| Lengths {
-        prompt_tokens: prompt as u32,
-        output_tokens: output as u32,
-    });
+    let rows = prompts
+        .iter()
+        .zip(&outputs)
+        .map(|(&prompt, &output)| Lengths { prompt_tokens: prompt as u32, output_tokens: output as u32 });
     let rows: Vec<_> = rows.collect();
     let replay = py.detach(|| replay(&rows, &cache_config.0, &scheduler_config.0)).map_err(to_py_err)?;
     Ok(SaturatedReplay { replay, block_size: cache_config.0.block_size })

@@ -32,7 +32,8 @@ impl Replay {
     pub fn mean_waste(&self, block_size: u32, warm_up: f64) -> f64 {
         let skipped = (self.steps.len() as f64 * warm_up).ceil() as usize;
         let measured = &self.steps[skipped.min(self.steps.len())..];
-        let waste = |step: &Step| 1.0 - step.num_tokens as f64 / (f64::from(step.num_held_blocks) * f64::from(block_size));
+        let waste =
+            |step: &Step| 1.0 - step.num_tokens as f64 / (f64::from(step.num_held_blocks) * f64::from(block_size));
         let full = measured.iter().filter(|step| step.num_held_blocks > 0);
         full.clone().map(waste).sum::<f64>() / full.count() as f64
     }
