@@ -149,23 +149,18 @@ impl BlockPool {
     /// # Errors
     /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that has fewer holders than the call gives up.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for (i, &block) in blocks.iter().enumerate() {
-            let refused = match self.check(block) {
-                Ok(()) if self.blocks[block.index()].ref_count == 0 => Error::NotHeld(block),
-                Ok(()) => {
-                    self.blocks[block.index()].ref_count -= 1;
-                    continue;
-                }
-                Err(error) => error,
-            };
-            blocks[..i].iter().for_each(|taken| self.blocks[taken.index()].ref_count += 1);
-            return Err(refused);
-        }
+        let mut counted = 0;
+        let enough = blocks.iter().try_for_each(|&block| {
+            self.check(block)?;
+            let count = &mut self.blocks[block.index()].ref_count;
+            *count = count.checked_sub(1).ok_or(Error::NotHeld(block))?;
+            counted += 1;
+            Ok(())
+        });
+        blocks[..counted].iter().for_each(|block| self.blocks[block.index()].ref_count += 1);
+        enough?;
         for &block in blocks {
-            let record = &self.blocks[block.index()];
-            if record.ref_count == 0 && record.state == BlockState::Held {
-                self.retire(block);
-            }
+            self.release(block, None);
         }
         Ok(())
     }
