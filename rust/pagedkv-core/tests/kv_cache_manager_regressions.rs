@@ -1,55 +1,33 @@
 //! Faults of the manager that were found, each named after what went wrong, each seen failing first.
 
-use std::sync::Arc;
+mod scene;
 
-use pagedkv_core::{BlockId, CacheConfig, ComputedBlocks, Error, Identity, KVCacheManager, SequenceId};
-
-const PLENTY: u32 = 16;
-
-fn manager(block_size: u32) -> KVCacheManager {
-    KVCacheManager::new(&CacheConfig { block_size, ..CacheConfig::new(PLENTY) }).expect("a valid configuration")
-}
-
-fn create(manager: &mut KVCacheManager, tokens: &[i32]) -> SequenceId {
-    manager.create(tokens.into(), Arc::new(Identity::default()), true).expect("valid arguments")
-}
-
-/// Grows by a fresh lookup in the newest plan; answers what is copied.
-fn grow(manager: &mut KVCacheManager, sequence: SequenceId, num_tokens: u32) -> Option<(BlockId, BlockId)> {
-    let computed = manager.get_computed_blocks(sequence).expect("a live sequence");
-    let slots = manager.allocate_slots(sequence, num_tokens, &computed).expect("a valid call").expect("there is room");
-    slots.copy.map(|copy| (copy.source, copy.target))
-}
-
-fn compute(manager: &mut KVCacheManager, sequence: SequenceId, num_tokens: u32) {
-    let plan = manager.begin_plan();
-    grow(manager, sequence, num_tokens);
-    manager.commit(plan).expect("the plan is the oldest");
-}
+use pagedkv_core::Error;
+use scene::{compute, create, grow, grow_anew, num_hit_tokens, table};
 
 #[test]
 fn sequence_of_before_a_reset_found_blocks_of_before_it() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let running = create(&mut manager, &[0; 5]);
     compute(&mut manager, running, 5);
     let waiting = create(&mut manager, &[0; 5]);
     manager.reset_prefix_cache();
-    assert_eq!(manager.get_computed_blocks(waiting).unwrap().num_tokens(), 0);
+    assert_eq!(num_hit_tokens(&manager, waiting), 0);
 }
 
 #[test]
 fn sequence_that_waited_through_a_reset_did_not_share_what_it_computed_after_it() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let waiting = create(&mut manager, &[0; 5]);
     manager.reset_prefix_cache();
     compute(&mut manager, waiting, 5);
     let later = create(&mut manager, &[0; 5]);
-    assert_eq!(manager.get_computed_blocks(later).unwrap().num_tokens(), 4);
+    assert_eq!(num_hit_tokens(&manager, later), 4);
 }
 
 #[test]
 fn fork_of_a_sequence_with_a_token_computed_and_not_told_broke_law_3() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let parent = create(&mut manager, &[0]);
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
@@ -61,33 +39,33 @@ fn fork_of_a_sequence_with_a_token_computed_and_not_told_broke_law_3() {
 
 #[test]
 fn growth_after_a_rollback_of_the_newest_plan_stayed_in_flight_for_ever() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let sequence = create(&mut manager, &[0; 3]);
     let plan = manager.begin_plan();
     let cancelled = manager.begin_plan();
     manager.rollback(cancelled).unwrap();
-    grow(&mut manager, sequence, 1);
+    grow(&mut manager, sequence, 1).unwrap();
     manager.commit(plan).unwrap();
     assert!(manager.fork(sequence).is_ok());
 }
 
 #[test]
 fn last_writer_of_a_shared_block_wrote_into_it_again_after_a_rollback_had_shared_it_again() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let first = create(&mut manager, &[0; 3]);
     compute(&mut manager, first, 1);
     let last = manager.fork(first).unwrap();
     let plan = manager.begin_plan();
-    grow(&mut manager, first, 1);
-    grow(&mut manager, last, 1);
+    grow(&mut manager, first, 1).unwrap();
+    grow(&mut manager, last, 1).unwrap();
     manager.rollback(plan).unwrap();
     manager.begin_plan();
-    assert!(grow(&mut manager, last, 1).is_some(), "the block is shared and was not copied");
+    assert!(grow(&mut manager, last, 1).unwrap().copy.is_some(), "the block is shared and was not copied");
 }
 
 #[test]
 fn computed_blocks_of_one_sequence_were_taken_for_another() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let first = create(&mut manager, &[0; 5]);
     compute(&mut manager, first, 5);
     let same = create(&mut manager, &[0; 5]);
@@ -99,7 +77,7 @@ fn computed_blocks_of_one_sequence_were_taken_for_another() {
 
 #[test]
 fn computed_blocks_were_taken_for_a_sequence_that_was_cut_shorter_than_they_are() {
-    let mut manager = manager(2);
+    let mut manager = scene::manager(2, 15);
     let first = create(&mut manager, &[0; 5]);
     compute(&mut manager, first, 5);
     let same = create(&mut manager, &[0; 5]);
@@ -111,54 +89,57 @@ fn computed_blocks_were_taken_for_a_sequence_that_was_cut_shorter_than_they_are(
 
 #[test]
 fn cut_sequence_wrote_over_tokens_that_a_rollback_gave_back() {
-    let mut manager = manager(3);
+    let mut manager = scene::manager(3, 15);
     let cut = create(&mut manager, &[0; 4]);
     compute(&mut manager, cut, 2);
     let whole = manager.fork(cut).unwrap();
     manager.truncate(cut, 1).unwrap();
     manager.append_tokens(cut, &[1]).unwrap();
     manager.begin_plan();
-    grow(&mut manager, whole, 1);
-    assert!(grow(&mut manager, cut, 1).is_some(), "a rollback gives the block back to the other sequence");
+    grow(&mut manager, whole, 1).unwrap();
+    assert!(
+        grow(&mut manager, cut, 1).unwrap().copy.is_some(),
+        "a rollback gives the block back to the other sequence"
+    );
 }
 
 #[test]
 fn cut_sequence_wrote_over_tokens_that_the_same_plan_read_for_a_freed_one() {
-    let mut manager = manager(3);
+    let mut manager = scene::manager(3, 15);
     let whole = create(&mut manager, &[0; 4]);
     compute(&mut manager, whole, 3);
     let cut = manager.fork(whole).unwrap();
     manager.truncate(cut, 1).unwrap();
     manager.append_tokens(cut, &[1]).unwrap();
     manager.begin_plan();
-    grow(&mut manager, whole, 1);
+    grow(&mut manager, whole, 1).unwrap();
     manager.free(whole).unwrap();
-    assert!(grow(&mut manager, cut, 1).is_some(), "the plan still reads the block");
+    assert!(grow(&mut manager, cut, 1).unwrap().copy.is_some(), "the plan still reads the block");
 }
 
 #[test]
 fn prefix_went_before_what_continues_it_when_a_rollback_took_its_newer_copy() {
-    let mut manager = manager(1);
+    let mut manager = scene::manager(1, 15);
     let first = create(&mut manager, &[0, 0, 0]);
     compute(&mut manager, first, 2);
     manager.free(first).unwrap();
     let second = create(&mut manager, &[0, 0, 1]);
     let plan = manager.begin_plan();
-    manager.allocate_slots(second, 1, &ComputedBlocks::default()).unwrap().unwrap();
-    grow(&mut manager, second, 1);
+    grow_anew(&mut manager, second, 1).unwrap();
+    grow(&mut manager, second, 1).unwrap();
     manager.rollback(plan).unwrap();
     assert_eq!(manager.check_integrity(), Ok(()));
 }
 
 #[test]
 fn lookup_took_a_block_that_a_plan_in_flight_fills_where_a_computed_one_was() {
-    let mut manager = manager(1);
+    let mut manager = scene::manager(1, 15);
     let first = create(&mut manager, &[0, 0]);
     compute(&mut manager, first, 1);
-    let computed = manager.block_table(first).unwrap().to_vec();
+    let computed = table(&manager, first);
     let second = create(&mut manager, &[0, 0]);
     manager.begin_plan();
-    manager.allocate_slots(second, 1, &ComputedBlocks::default()).unwrap().unwrap();
+    grow_anew(&mut manager, second, 1).unwrap();
     let third = create(&mut manager, &[0, 0]);
     assert_eq!(manager.get_computed_blocks(third).unwrap().blocks(), computed);
 }
