@@ -10,6 +10,8 @@ pub const DEFAULT_MAX_NUM_SEQS: u32 = 256;
 pub const DEFAULT_MAX_NUM_BATCHED_TOKENS: u32 = 8192;
 /// Longest sequence where nothing else is said.
 pub const DEFAULT_MAX_MODEL_LEN: u32 = 8192;
+/// Overtakings that make a request due where nothing else is said.
+pub const DEFAULT_AGEING: u32 = 256;
 /// Plans that may be in flight where nothing else is said.
 pub const DEFAULT_MAX_PLANS_IN_FLIGHT: u32 = 1;
 
@@ -104,6 +106,14 @@ pub enum Policy {
     /// First come, first served.
     #[default]
     Fcfs,
+    /// Lower priorities first; they take seats and blocks from higher ones.
+    Priority,
+    /// The longest cached prefix first.
+    LongestPrefixMatch,
+    /// Weighted fair share per tenant.
+    FairShare,
+    /// By keys that the caller gives before each plan.
+    External,
 }
 
 impl Policy {
@@ -111,6 +121,10 @@ impl Policy {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fcfs => "fcfs",
+            Self::Priority => "priority",
+            Self::LongestPrefixMatch => "lpm",
+            Self::FairShare => "fair",
+            Self::External => "external",
         }
     }
 }
@@ -119,10 +133,9 @@ impl std::str::FromStr for Policy {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "fcfs" => Ok(Self::Fcfs),
-            _ => Err(Error::Unsupported(format!("policy {name:?}: this version schedules by \"fcfs\""))),
-        }
+        let all = [Self::Fcfs, Self::Priority, Self::LongestPrefixMatch, Self::FairShare, Self::External];
+        let found = all.into_iter().find(|policy| policy.name() == name);
+        found.map_or_else(|| invalid("policy", format!("one of {:?}", all.map(Self::name)), format!("{name:?}")), Ok)
     }
 }
 
@@ -143,6 +156,16 @@ pub struct SchedulerConfig {
     pub max_plans_in_flight: u32,
     /// Order of requests.
     pub policy: Policy,
+    /// Overtakings after which a request comes first; `None` is strict and may starve. See [`crate::scheduler`].
+    pub ageing: Option<u32>,
+    /// Weights of tenants under [`Policy::FairShare`]; 1 for those not named.
+    pub tenant_weights: Vec<(String, f64)>,
+    /// Most prompt tokens of one request per step; 0 for no limit but the budget.
+    pub long_prefill_token_threshold: u32,
+    /// Most requests that may be in the middle of their prompt.
+    pub max_num_partial_prefills: u32,
+    /// A chunk that does not end a prefill ends on a multiple of this many tokens.
+    pub prefill_chunk_multiple: u32,
 }
 
 impl Default for SchedulerConfig {
@@ -155,6 +178,11 @@ impl Default for SchedulerConfig {
             lookahead: 0,
             max_plans_in_flight: DEFAULT_MAX_PLANS_IN_FLIGHT,
             policy: Policy::default(),
+            ageing: Some(DEFAULT_AGEING),
+            tenant_weights: Vec::new(),
+            long_prefill_token_threshold: 0,
+            max_num_partial_prefills: LIMIT - 1,
+            prefill_chunk_multiple: 1,
         }
     }
 }
@@ -169,6 +197,24 @@ impl SchedulerConfig {
         in_range("max_plans_in_flight", self.max_plans_in_flight, 1)?;
         if !(0.0..1.0).contains(&self.watermark) {
             return invalid("watermark", "a share in [0, 1)", self.watermark);
+        }
+        for (tenant, weight) in &self.tenant_weights {
+            if !(weight.is_finite() && *weight > 0.0) {
+                return invalid("tenant_weights", "weights above 0", format!("{weight} for {tenant:?}"));
+            }
+        }
+        in_range("max_num_partial_prefills", self.max_num_partial_prefills, 1)?;
+        in_range("prefill_chunk_multiple", self.prefill_chunk_multiple, 1)?;
+        let chunk = match self.long_prefill_token_threshold {
+            0 => self.max_num_batched_tokens,
+            threshold => threshold.min(self.max_num_batched_tokens),
+        };
+        if self.prefill_chunk_multiple > chunk {
+            return invalid(
+                "prefill_chunk_multiple",
+                format!("1 to {chunk}, the largest chunk"),
+                self.prefill_chunk_multiple,
+            );
         }
         if self.lookahead != 0 {
             return Err(Error::Unsupported(format!("lookahead {}: draft tokens", self.lookahead)));

@@ -29,43 +29,74 @@ impl Scheduler {
     }
 
     fn admit(&mut self, pass: &mut Pass, slot: u32, hits: &mut ComputedBlocks) -> bool {
-        let request = self.request(slot);
-        let (leader, num_live) = (request.leader(), request.num_live);
-        let index = self.ensure_sequence(slot, leader);
-        let request = self.request(slot);
-        let stage = if num_live > 1 { Stage::Prompt } else { Stage::Apart };
-        let target = match stage {
-            Stage::Prompt => request.prompt_len(),
-            _ => self.manager.sequence(index).tokens.len().min(request.prompt_len() + request.max_tokens - 1),
-        };
-        let want = Want { target, known: target };
+        let (want, index) = self.known(slot);
         self.find_hits(index, want, hits);
-        let to_compute = target - hits.num_tokens();
-        let num_new = to_compute.min(pass.budget);
-        if !self.has_room(pass, index, to_compute, num_new, hits) {
+        let start = hits.num_tokens();
+        let num_new = self.chunk(start, want.target, pass.budget);
+        if num_new == 0
+            || start + num_new < want.target && pass.num_partial_prefills >= self.limits.max_num_partial_prefills
+        {
+            return false;
+        }
+        let needed = if self.is_first(slot) {
+            self.manager.blocks_needed(index, num_new, hits)
+        } else {
+            self.manager.blocks_needed(index, want.target - start, hits) + pass.claimed + self.watermark_blocks
+        };
+        if needed > self.manager.pool().num_available() {
             return false;
         }
         self.waiting.pop_first();
-        let handle = self.request(slot).handle;
-        let at = self.running.partition_point(|&other| self.request(other).handle < handle);
+        self.num_admissions += 1;
+        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let view = request.view(want.target, start);
+        self.policy.admitted(&view, request.key);
+        self.keep_place(slot);
+        let order = self.request(slot).order;
+        let at = self.running.partition_point(|&other| self.request(other).order < order);
         self.running.insert(at, slot);
+        let leader = self.request(slot).leader();
         self.take_seats(slot, leader);
-        self.request_mut(slot).stage = stage;
+        let request = self.request_mut(slot);
+        request.stage = if request.num_live > 1 { Stage::Prompt } else { Stage::Apart };
         self.extend(pass, slot, leader, num_new, want, hits);
         pass.record.entries.last_mut().expect("the admission was just added").is_admission = true;
-        let columns = target.div_ceil(self.manager.block_size);
+        let columns = want.target.div_ceil(self.manager.block_size);
         pass.claimed += columns.saturating_sub(self.manager.sequence(index).table.len() as u32);
+        pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true
     }
 
-    /// Whether all known tokens fit beside what running prefills need and the watermark; alone, whether a start fits.
-    fn has_room(&self, pass: &Pass, index: usize, to_compute: u32, num_new: u32, hits: &ComputedBlocks) -> bool {
-        let available = self.manager.pool().num_available();
-        if self.running.is_empty() {
-            return self.manager.blocks_needed(index, num_new, hits) <= available;
-        }
-        let needed = self.manager.blocks_needed(index, to_compute, hits);
-        needed + pass.claimed + self.watermark_blocks <= available
+    /// What of a waiting request is known and will be computed first, and the sequence that does it.
+    fn known(&mut self, slot: u32) -> (Want, usize) {
+        let leader = self.request(slot).leader();
+        let index = self.ensure_sequence(slot, leader);
+        let request = self.request(slot);
+        let len = self.manager.sequence(index).tokens.len();
+        let known = if request.num_live > 1 { request.prompt_len() } else { len };
+        // The last token that a sample may have needs no slot.
+        let target = known.min(request.prompt_len() + request.max_tokens - 1);
+        (Want { target, known: target }, index)
+    }
+
+    /// Blocks that the admission of a waiting request needs, and the tokens that it finds in the cache.
+    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, u32) {
+        let (want, index) = self.known(slot);
+        let mut hits = std::mem::take(&mut self.hits);
+        self.find_hits(index, want, &mut hits);
+        let start = hits.num_tokens();
+        let needed = if self.is_first(slot) {
+            self.manager.blocks_needed(index, self.chunk(start, want.target, budget), &hits)
+        } else {
+            self.manager.blocks_needed(index, want.target - start, &hits) + self.watermark_blocks
+        };
+        self.hits = hits;
+        (needed, start)
+    }
+
+    /// Whether a waiting request comes before every running one: then a start must fit, nothing more.
+    fn is_first(&self, slot: u32) -> bool {
+        self.running.first().is_none_or(|&first| self.request(first).order > self.request(slot).order)
     }
 
     fn take_seats(&mut self, slot: u32, leader: usize) {

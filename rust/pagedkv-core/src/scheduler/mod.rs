@@ -13,7 +13,9 @@ mod admission;
 mod build;
 mod commit;
 mod inbox;
+mod order;
 mod pass;
+mod policy;
 mod preempt;
 mod request;
 mod rollback;
@@ -21,7 +23,7 @@ mod seats;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use crate::config::{CacheConfig, SchedulerConfig};
+use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{BlockId, Handle, PlanId};
@@ -32,6 +34,8 @@ pub use commit::{FinishedRequest, Fork, StepResult};
 use inbox::Command;
 pub use inbox::Inbox;
 use pass::Entry;
+use policy::Order;
+pub use policy::{OrderPolicy, RequestView};
 pub use request::{FinishReason, NewRequest};
 use request::{Request, Stage};
 use seats::Seats;
@@ -87,7 +91,11 @@ pub struct Scheduler {
     requests: Vec<Option<Request>>,
     vacant: Vec<u32>,
     by_handle: HashMap<Handle, u32>,
-    waiting: BTreeMap<Handle, u32>,
+    policy: Box<dyn OrderPolicy>,
+    waiting: BTreeMap<Order, u32>,
+    /// Requests that are not due yet, by the number of admissions that makes them so.
+    ageing: BTreeMap<(u64, Handle), u32>,
+    num_admissions: u64,
     /// Resident requests, oldest first.
     running: Vec<u32>,
     seats: Seats,
@@ -116,7 +124,10 @@ impl Scheduler {
             requests: Vec::new(),
             vacant: Vec::new(),
             by_handle: HashMap::new(),
+            policy: built_in(limits),
             waiting: BTreeMap::new(),
+            ageing: BTreeMap::new(),
+            num_admissions: 0,
             running: Vec::new(),
             seats: Seats::new(limits.max_num_seqs),
             plans: VecDeque::new(),
@@ -126,6 +137,15 @@ impl Scheduler {
             hits: ComputedBlocks::default(),
             num_preemptions: 0,
         })
+    }
+
+    /// A scheduler that orders requests by a policy of the caller's.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_policy(cache: &CacheConfig, limits: &SchedulerConfig, policy: Box<dyn OrderPolicy>) -> Result<Self> {
+        let limits = SchedulerConfig { policy: Policy::External, ..limits.clone() };
+        Ok(Self { policy, ..Self::new(cache, &limits)? })
     }
 
     /// Where other threads leave requests and aborts.
@@ -228,7 +248,7 @@ impl Scheduler {
             let Some(request) = request else { continue };
             let slot = slot as u32;
             let is_running = self.running.contains(&slot);
-            if is_running == self.waiting.contains_key(&request.handle)
+            if is_running == self.waiting.contains_key(&request.order)
                 || is_running == (request.stage == Stage::Waiting)
             {
                 return broken(format!("request {} is not in exactly one queue", request.id));
@@ -244,7 +264,7 @@ impl Scheduler {
         if sequences != self.manager.num_sequences() {
             return broken(format!("{} sequences live, {sequences} belong to requests", self.manager.num_sequences()));
         }
-        if !self.running.is_sorted_by_key(|&slot| self.request(slot).handle) {
+        if !self.running.is_sorted_by_key(|&slot| self.request(slot).order) {
             return broken("the running requests are out of order".into());
         }
         self.seats.check()
@@ -326,10 +346,14 @@ impl Scheduler {
         self.commands = commands;
     }
 
-    fn enqueue(&mut self, request: Request) {
+    fn enqueue(&mut self, mut request: Request) {
         let slot = self.vacant.pop().unwrap_or(self.requests.len() as u32);
+        self.arrive(&mut request);
         self.by_handle.insert(request.handle, slot);
-        self.waiting.insert(request.handle, slot);
+        self.waiting.insert(request.order, slot);
+        if request.due_at != u64::MAX {
+            self.ageing.insert((request.due_at, request.handle), slot);
+        }
         if slot as usize == self.requests.len() {
             self.requests.push(Some(request));
         } else {
@@ -375,5 +399,15 @@ impl Scheduler {
             request.samples[sample].sequence = id.expect("the prompt was checked when it was added").index;
         }
         request.samples[sample].sequence as usize
+    }
+}
+
+fn built_in(limits: &SchedulerConfig) -> Box<dyn OrderPolicy> {
+    match limits.policy {
+        Policy::Fcfs => Box::new(policy::FirstComeFirstServed),
+        Policy::Priority => Box::new(policy::ByPriority),
+        Policy::LongestPrefixMatch => Box::new(policy::LongestPrefixMatch),
+        Policy::FairShare => Box::new(policy::FairShare::new(&limits.tenant_weights)),
+        Policy::External => Box::new(policy::External),
     }
 }

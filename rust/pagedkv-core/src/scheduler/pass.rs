@@ -1,8 +1,10 @@
 //! One pass over the running requests: each grows by what the token budget and the pool allow.
 
+use super::policy::Order;
 use super::request::Stage;
 use super::{Cell, InFlight, Scheduler};
-use crate::error::{Error, Result};
+use crate::config::Policy;
+use crate::error::{Error, Result, invalid};
 use crate::ids::{Handle, PlanId};
 use crate::kv_cache_manager::ComputedBlocks;
 use crate::step_plan::StepPlan;
@@ -44,6 +46,10 @@ pub(super) struct Pass {
     pub(super) claimed: u32,
     /// The plan before this one, if it is in flight.
     pub(super) previous: Option<PlanId>,
+    /// A waiting request that comes before some running ones, and the blocks that it needs.
+    pub(super) head: Option<(Order, u32)>,
+    /// Requests in the middle of their prompt when the pass is over.
+    pub(super) num_partial_prefills: u32,
 }
 
 /// How a sequence may grow now.
@@ -64,9 +70,7 @@ impl Scheduler {
     /// # Complexity
     /// O(sequences + tokens + changed table entries); nothing depends on the length of a running context.
     pub fn schedule(&mut self) -> Result<StepPlan> {
-        if self.plans.len() >= self.limits.max_plans_in_flight as usize {
-            return Err(Error::TooManyPlans(self.limits.max_plans_in_flight));
-        }
+        self.check_may_plan()?;
         self.drain_inbox();
         let previous = self.plans.back().map(|record| record.id);
         let mut record = self.spare_plans.pop().unwrap_or_else(InFlight::empty);
@@ -78,10 +82,42 @@ impl Scheduler {
             reserved: 0,
             claimed: 0,
             previous,
+            head: None,
+            num_partial_prefills: 0,
         };
+        self.refresh_order();
+        self.make_way(&mut pass);
         self.grow_running(&mut pass);
         self.admit_waiting(&mut pass);
         Ok(self.build(pass))
+    }
+
+    /// Makes the next plan by keys of the caller's for waiting requests, where the policy is [`Policy::External`].
+    ///
+    /// Keys are taken with the handles that they are for, so an answer to an older question does no harm: handles that
+    /// do not wait any more are passed over, and requests without a key come last.
+    ///
+    /// # Errors
+    /// [`Error::TooManyPlans`]; [`Error::InvalidArgument`] where there are not as many keys as handles, or the policy
+    /// has keys of its own.
+    pub fn schedule_by(&mut self, handles: &[i64], keys: &[f64]) -> Result<StepPlan> {
+        if self.limits.policy != Policy::External {
+            return invalid("policy", "\"external\"", self.limits.policy.name());
+        }
+        if handles.len() != keys.len() {
+            return invalid("keys", format!("{}, one per handle", handles.len()), keys.len());
+        }
+        self.check_may_plan()?;
+        self.drain_inbox();
+        self.set_keys(handles, keys);
+        self.schedule()
+    }
+
+    fn check_may_plan(&self) -> Result<()> {
+        if self.plans.len() >= self.limits.max_plans_in_flight as usize {
+            return Err(Error::TooManyPlans(self.limits.max_plans_in_flight));
+        }
+        Ok(())
     }
 
     fn grow_running(&mut self, pass: &mut Pass) {
@@ -120,9 +156,13 @@ impl Scheduler {
         let grown = loop {
             self.find_hits(index, want, &mut hits);
             let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
-            let num_new = (want.target - start).min(pass.budget);
+            let num_new = self.chunk(start, want.target, pass.budget);
+            if num_new == 0 {
+                break None;
+            }
             let needed = self.manager.blocks_needed(index, num_new, &hits);
-            if needed == 0 || needed + pass.reserved <= self.manager.pool().num_available() {
+            let reserved = pass.reserved + self.reserved_for_head(pass, at);
+            if needed == 0 || needed + reserved <= self.manager.pool().num_available() {
                 break Some(num_new);
             }
             if !self.make_room(at, needed, pass) {
@@ -134,8 +174,23 @@ impl Scheduler {
         }
         self.hits = hits;
         let sequence = self.manager.sequence(index);
+        pass.num_partial_prefills += u32::from(sequence.num_scheduled < want.known);
         let columns = want.target.div_ceil(self.manager.block_size);
         pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
+    }
+
+    /// Tokens of the next chunk that starts at `start`: within the budget and the limit on long prefills, and ending on a
+    /// multiple of the configured size unless it ends what can be computed.
+    pub(super) fn chunk(&self, start: u32, target: u32, budget: u32) -> u32 {
+        let limit = match self.limits.long_prefill_token_threshold {
+            0 => budget,
+            threshold => budget.min(threshold),
+        };
+        if target - start <= limit {
+            return target - start;
+        }
+        let end = start + limit;
+        (end - end % self.limits.prefill_chunk_multiple).saturating_sub(start)
     }
 
     /// How far a sample's sequence can be computed now, or `None` if it waits for a commit or has nothing to compute.

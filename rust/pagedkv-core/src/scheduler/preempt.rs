@@ -1,6 +1,7 @@
 //! Taking blocks and seats back: preemption, and the end of a sample or a request.
 
 use super::pass::Pass;
+use super::policy::Order;
 use super::request::{FinishReason, NONE, Stage};
 use super::{Departure, Scheduler};
 use crate::ids::PlanId;
@@ -13,6 +14,7 @@ impl Scheduler {
         if pass.reserved > 0 {
             return false;
         }
+        let needed = needed + self.reserved_for_head(pass, at);
         loop {
             let pool = self.manager.pool();
             if needed <= pool.num_available() {
@@ -26,10 +28,38 @@ impl Scheduler {
         }
     }
 
+    /// Preempts running requests that come after the first waiting one until it has seats and room, or will have when
+    /// plans in flight end. What it needs is kept from running requests behind it.
+    pub(super) fn make_way(&mut self, pass: &mut Pass) {
+        let Some((&order, &slot)) = self.waiting.first_key_value() else { return };
+        let is_behind = |this: &Self| this.running.last().is_some_and(|&last| this.request(last).order > order);
+        if !is_behind(self) || self.request(slot).num_in_flight > 0 {
+            return;
+        }
+        let num_seats = self.request(slot).num_live;
+        loop {
+            let (needed, _) = self.admission_needs(slot, pass.budget);
+            let pool = self.manager.pool();
+            let will_have_seats = num_seats <= self.seats.num_free() + self.seats.num_fenced();
+            let will_have_room = needed <= pool.num_available() + pool.num_fenced();
+            if will_have_seats && will_have_room || !is_behind(self) {
+                pass.head = Some((order, needed));
+                return;
+            }
+            self.preempt_youngest();
+        }
+    }
+
+    /// Blocks that the running request at `at` must leave to a waiting one that comes before it.
+    pub(super) fn reserved_for_head(&self, pass: &Pass, at: usize) -> u32 {
+        let is_behind = |&(order, _): &(Order, u32)| self.request(self.running[at]).order > order;
+        pass.head.filter(is_behind).map_or(0, |(_, needed)| needed)
+    }
+
     /// Takes every block and seat from the youngest running request and puts it back into the queue.
     fn preempt_youngest(&mut self) {
         let slot = self.running.pop().expect("a request behind another is running");
-        let handle = self.request(slot).handle;
+        let order = self.request(slot).order;
         for sample in 0..self.request(slot).samples.len() {
             if let Some(departure) = self.depart(slot, sample) {
                 self.announcements.preempted.push(departure);
@@ -43,7 +73,7 @@ impl Scheduler {
         request.stage = Stage::Waiting;
         request.num_preemptions += 1;
         self.num_preemptions += 1;
-        self.waiting.insert(handle, slot);
+        self.waiting.insert(order, slot);
     }
 
     /// Takes the seat of a sample. Answers what to announce if a plan had announced the seat.
@@ -112,7 +142,11 @@ impl Scheduler {
     pub(super) fn remove_request(&mut self, slot: u32) {
         let request = self.requests[slot as usize].take().expect("a slot in use has a request");
         self.by_handle.remove(&request.handle);
-        if self.waiting.remove(&request.handle).is_none() {
+        self.ageing.remove(&(request.due_at, request.handle));
+        let num_outputs: u64 = request.samples.iter().map(|sample| u64::from(sample.num_outputs)).sum();
+        let view = request.view(request.prompt_len(), 0);
+        self.policy.ended(&view, view.max_tokens - u64::from(request.prompt_len()) - num_outputs);
+        if self.waiting.remove(&request.order).is_none() {
             self.running.retain(|&other| other != slot);
         }
         self.inbox.forget(&request.id);

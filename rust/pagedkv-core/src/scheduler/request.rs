@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::config::{CacheConfig, SchedulerConfig};
+use super::policy::{Order, RequestView};
+use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
@@ -27,10 +28,12 @@ pub struct NewRequest {
     pub stop_token_ids: Vec<i32>,
     /// Tokens to sample before a stop token ends a sample.
     pub min_tokens: u32,
-    /// Refused unless 0: the order is first come, first served.
+    /// Lower is more urgent; refused unless 0 where the policy is not [`Policy::Priority`] or the caller's own.
     pub priority: i32,
-    /// Refused unless `None`: no fair share between tenants yet.
+    /// Whose share the request counts against under [`Policy::FairShare`].
     pub tenant: Option<String>,
+    /// When it arrived, in the caller's seconds; for the caller's own policies.
+    pub arrival: f64,
     /// Extra keys of the prefix.
     pub identity: Identity,
     /// Whether the request reads and feeds the prefix cache.
@@ -55,6 +58,7 @@ impl NewRequest {
             min_tokens: 0,
             priority: 0,
             tenant: None,
+            arrival: 0.0,
             identity: Identity::default(),
             use_prefix_cache: true,
             num_external_tokens: 0,
@@ -64,7 +68,7 @@ impl NewRequest {
     }
 
     pub(super) fn validate(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
-        self.refuse_unsupported()?;
+        self.refuse_unsupported(limits.policy)?;
         crate::kv_cache_manager::check_identity(&self.identity)?;
         if self.prompt_token_ids.is_empty() {
             return invalid("prompt_token_ids", "at least one token", "none");
@@ -106,10 +110,10 @@ impl NewRequest {
         shared + u64::from(self.n) * (longest.div_ceil(u64::from(block_size)) - shared)
     }
 
-    fn refuse_unsupported(&self) -> Result<()> {
+    fn refuse_unsupported(&self, policy: Policy) -> Result<()> {
+        let ignores_priority = !matches!(policy, Policy::Priority | Policy::External);
         let refused = [
-            (self.priority != 0, "priority: requests are scheduled first come, first served"),
-            (self.tenant.is_some(), "tenant: there is no fair share between tenants"),
+            (self.priority != 0 && ignores_priority, "priority: the policy is not \"priority\""),
             (self.num_external_tokens != 0, "num_external_tokens: there are no loads from outside"),
             (self.session, "session: a finished request keeps no blocks but cached ones"),
         ];
@@ -174,6 +178,16 @@ pub(super) struct Request {
     pub(super) num_in_flight: u32,
     /// The newest plan that names it.
     pub(super) last_plan: PlanId,
+    pub(super) priority: i32,
+    pub(super) tenant: Option<String>,
+    pub(super) arrival: f64,
+    /// What the policy said, and the place that follows from it.
+    pub(super) key: f64,
+    pub(super) order: Order,
+    /// Admissions after which the request is due; [`u64::MAX`] once it is, or never will be.
+    pub(super) due_at: u64,
+    /// State of the cache at the last lookup, and the tokens that it found.
+    pub(super) matched: (u64, u32),
     /// Prompt tokens that the first residence took from the cache.
     pub(super) num_cached_tokens: u32,
     pub(super) num_preemptions: u32,
@@ -204,8 +218,28 @@ impl Request {
             stage: Stage::Waiting,
             num_in_flight: 0,
             last_plan: PlanId::new(0),
+            priority: request.priority,
+            tenant: request.tenant,
+            arrival: request.arrival,
+            key: 0.0,
+            order: Order::new(0.0, false, handle),
+            due_at: u64::MAX,
+            matched: (u64::MAX, 0),
             num_cached_tokens: 0,
             num_preemptions: 0,
+        }
+    }
+
+    /// What a policy sees of the request.
+    pub(super) fn view(&self, num_tokens: u32, num_hit_tokens: u32) -> RequestView<'_> {
+        RequestView {
+            handle: self.handle,
+            priority: self.priority,
+            tenant: self.tenant.as_deref(),
+            arrival: self.arrival,
+            num_tokens,
+            max_tokens: u64::from(self.prompt_len()) + self.samples.len() as u64 * u64::from(self.max_tokens),
+            num_hit_tokens,
         }
     }
 

@@ -63,9 +63,9 @@ impl Scheduler {
         }
         let request = self.request_mut(slot);
         request.stage = Stage::Waiting;
-        let handle = request.handle;
+        let order = request.order;
         self.running.retain(|&other| other != slot);
-        self.waiting.insert(handle, slot);
+        self.waiting.insert(order, slot);
     }
 
     fn repeat_announcements(&mut self, record: &mut InFlight) {

@@ -36,6 +36,10 @@ impl Seats {
         self.free.len() as u32
     }
 
+    pub(super) fn num_fenced(&self) -> u32 {
+        self.fenced.len() as u32
+    }
+
     pub(super) fn take_row(&mut self) -> u32 {
         self.free.pop().expect("the caller counted the free rows")
     }
