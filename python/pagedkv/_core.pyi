@@ -1,7 +1,7 @@
 """The Rust core. Documentation is in the docstrings."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -77,6 +77,11 @@ class SchedulerConfig:
         lookahead: int = 0,
         max_plans_in_flight: int = ...,
         policy: str = "fcfs",
+        ageing: int | None = ...,
+        tenant_weights: Mapping[str, float] | None = None,
+        long_prefill_token_threshold: int = 0,
+        max_num_partial_prefills: int | None = None,
+        prefill_chunk_multiple: int = 1,
     ) -> SchedulerConfig: ...
     @property
     def max_num_seqs(self) -> int: ...
@@ -92,6 +97,16 @@ class SchedulerConfig:
     def max_plans_in_flight(self) -> int: ...
     @property
     def policy(self) -> str: ...
+    @property
+    def ageing(self) -> int | None: ...
+    @property
+    def tenant_weights(self) -> dict[str, float]: ...
+    @property
+    def long_prefill_token_threshold(self) -> int: ...
+    @property
+    def max_num_partial_prefills(self) -> int: ...
+    @property
+    def prefill_chunk_multiple(self) -> int: ...
 
 @final
 class BlockPool:
@@ -265,7 +280,13 @@ def replay_saturated(
 ) -> SaturatedReplay: ...
 @final
 class Scheduler:
-    def __new__(cls, cache_config: CacheConfig, scheduler_config: SchedulerConfig | None = None) -> Scheduler: ...
+    def __new__(
+        cls,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig | None = None,
+        *,
+        policy: Callable[..., Sequence[float] | NDArray[np.float64]] | None = None,
+    ) -> Scheduler: ...
     def add_request(
         self,
         request_id: str,

@@ -226,7 +226,6 @@ def test_plan_writes_csr_for_other_kernels():
     ("arguments", "message"),
     [
         ({"priority": 1}, "priority"),
-        ({"tenant": "t"}, "tenant"),
         ({"session": True}, "session"),
         ({"num_external_tokens": 4}, "num_external_tokens"),
     ],
@@ -315,7 +314,7 @@ def test_scheduler_refuses_a_handle_that_was_never_given_out():
         make_scheduler().abort(3)
 
 
-@pytest.mark.parametrize("option", [{"lookahead": 1}, {"policy": "priority"}])
+@pytest.mark.parametrize("option", [{"lookahead": 1}])
 def test_scheduler_config_refuses_by_name_what_it_does_not_have(option):
     with pytest.raises(UnsupportedError, match=next(iter(option))):
         pagedkv.SchedulerConfig(**option)

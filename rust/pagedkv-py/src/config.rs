@@ -1,5 +1,7 @@
 //! Configuration, as frozen value objects whose defaults are the core's.
 
+use std::collections::BTreeMap;
+
 use pagedkv_core::config as core;
 use pagedkv_core::{CacheConfig as CoreCache, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
 use pyo3::prelude::*;
@@ -143,8 +145,19 @@ impl CacheConfig {
 ///     Most draft tokens per sequence; refused unless 0.
 /// max_plans_in_flight : int
 ///     Plans that may be made before the oldest is ended.
-/// policy : str
-///     "fcfs", first come, first served.
+/// policy : {"fcfs", "priority", "lpm", "fair", "external"}
+///     First come, first served; lower `priority` first, taking seats and blocks from higher ones; longest cached prefix
+///     first; weighted fair share per `tenant`; by the keys that `Scheduler(policy=...)` returns.
+/// ageing : int or None
+///     Overtakings after which a request comes first whatever the policy says; None is strict and may starve.
+/// tenant_weights : dict of str to float, optional
+///     Weights of tenants under "fair"; 1 for those not named.
+/// long_prefill_token_threshold : int
+///     Most prompt tokens of one request per step; 0 for no limit but the budget.
+/// max_num_partial_prefills : int, optional
+///     Most requests that may be in the middle of their prompt.
+/// prefill_chunk_multiple : int
+///     A chunk that does not end a prefill ends on a multiple of this many tokens.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct SchedulerConfig(pub(crate) CoreLimits);
@@ -161,7 +174,13 @@ impl SchedulerConfig {
         lookahead=0,
         max_plans_in_flight=core::DEFAULT_MAX_PLANS_IN_FLIGHT,
         policy="fcfs",
+        ageing=Some(core::DEFAULT_AGEING),
+        tenant_weights=None,
+        long_prefill_token_threshold=0,
+        max_num_partial_prefills=None,
+        prefill_chunk_multiple=1,
     ))]
+    #[expect(clippy::too_many_arguments, reason = "the fields of the configuration")]
     fn new(
         max_num_seqs: u32,
         max_num_batched_tokens: u32,
@@ -170,8 +189,14 @@ impl SchedulerConfig {
         lookahead: u32,
         max_plans_in_flight: u32,
         policy: &str,
+        ageing: Option<u32>,
+        tenant_weights: Option<BTreeMap<String, f64>>,
+        long_prefill_token_threshold: u32,
+        max_num_partial_prefills: Option<u32>,
+        prefill_chunk_multiple: u32,
     ) -> PyResult<Self> {
         let policy = policy.parse().map_err(to_py_err)?;
+        let defaults = CoreLimits::default();
         let limits = CoreLimits {
             max_num_seqs,
             max_num_batched_tokens,
@@ -180,6 +205,11 @@ impl SchedulerConfig {
             lookahead,
             max_plans_in_flight,
             policy,
+            ageing,
+            tenant_weights: tenant_weights.unwrap_or_default().into_iter().collect(),
+            long_prefill_token_threshold,
+            max_num_partial_prefills: max_num_partial_prefills.unwrap_or(defaults.max_num_partial_prefills),
+            prefill_chunk_multiple,
         };
         limits.validate().map_err(to_py_err)?;
         Ok(Self(limits))
@@ -213,6 +243,31 @@ impl SchedulerConfig {
     #[getter]
     fn max_plans_in_flight(&self) -> u32 {
         self.0.max_plans_in_flight
+    }
+
+    #[getter]
+    fn ageing(&self) -> Option<u32> {
+        self.0.ageing
+    }
+
+    #[getter]
+    fn tenant_weights(&self) -> BTreeMap<String, f64> {
+        self.0.tenant_weights.iter().cloned().collect()
+    }
+
+    #[getter]
+    fn long_prefill_token_threshold(&self) -> u32 {
+        self.0.long_prefill_token_threshold
+    }
+
+    #[getter]
+    fn max_num_partial_prefills(&self) -> u32 {
+        self.0.max_num_partial_prefills
+    }
+
+    #[getter]
+    fn prefill_chunk_multiple(&self) -> u32 {
+        self.0.prefill_chunk_multiple
     }
 
     #[getter]

@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
-use numpy::PyArray1;
+use numpy::{PyArray1, PyReadonlyArray1};
+use pagedkv_core::Policy;
+use pagedkv_core::scheduler::RequestView;
 use pagedkv_core::{
     BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, PlanId, RootKey, Scheduler as Core,
     StepResult as CoreResult,
 };
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arrays::{array, ids, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
@@ -28,6 +32,11 @@ pub(crate) type Span = (u32, u32, Vec<u8>);
 ///     The pool.
 /// scheduler_config : SchedulerConfig, optional
 ///     Limits of a step.
+/// policy : callable, optional
+///     Called once per `schedule`, never under the lock, with keyword arguments that describe the waiting requests:
+///     `handles` (int64), `priority` (int32), `arrival` (float64), `num_tokens` and `max_tokens` (int64), all of shape
+///     (num_waiting,), and `tenants` (list of str or None). Returns one key per request as a sequence or array of
+///     floats; lower comes first.
 ///
 /// Notes
 /// -----
@@ -37,6 +46,8 @@ pub(crate) type Span = (u32, u32, Vec<u8>);
 pub(crate) struct Scheduler {
     core: Arc<Guarded<Core>>,
     inbox: Inbox,
+    /// Gives the keys of waiting requests.
+    policy: Option<Py<PyAny>>,
 }
 
 /// Extra keys of a prefix.
@@ -58,15 +69,76 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
     bytes.map(Into::into).map_err(|_| wrong_type("cache_salt", "str or bytes", object))
 }
 
+fn monotonic(py: Python<'_>) -> PyResult<f64> {
+    py.import(intern!(py, "time"))?.call_method0(intern!(py, "monotonic"))?.extract()
+}
+
+/// What a policy is told of the waiting requests.
+#[derive(Default)]
+struct Waiting {
+    handles: Vec<i64>,
+    priority: Vec<i32>,
+    arrival: Vec<f64>,
+    num_tokens: Vec<i64>,
+    max_tokens: Vec<i64>,
+    tenants: Vec<Option<String>>,
+}
+
+impl Waiting {
+    fn push(&mut self, request: &RequestView<'_>) {
+        self.handles.push(request.handle.get());
+        self.priority.push(request.priority);
+        self.arrival.push(request.arrival);
+        self.num_tokens.push(i64::from(request.num_tokens));
+        self.max_tokens.push(request.max_tokens as i64);
+        self.tenants.push(request.tenant.map(str::to_owned));
+    }
+
+    fn ask(self, policy: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<f64>)> {
+        let py = policy.py();
+        let arguments = PyDict::new(py);
+        arguments.set_item(intern!(py, "handles"), array(py, self.handles.clone()))?;
+        arguments.set_item(intern!(py, "priority"), array(py, self.priority))?;
+        arguments.set_item(intern!(py, "arrival"), array(py, self.arrival))?;
+        arguments.set_item(intern!(py, "num_tokens"), array(py, self.num_tokens))?;
+        arguments.set_item(intern!(py, "max_tokens"), array(py, self.max_tokens))?;
+        arguments.set_item(intern!(py, "tenants"), self.tenants)?;
+        let answer = policy.call((), Some(&arguments))?;
+        let keys = match answer.extract::<PyReadonlyArray1<'_, f64>>() {
+            Ok(keys) => keys.as_array().to_vec(),
+            Err(_) => answer.extract().map_err(|_| wrong_type("policy", "an answer of floats", &answer))?,
+        };
+        Ok((self.handles, keys))
+    }
+}
+
+impl Scheduler {
+    fn ask(&self, policy: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<f64>)> {
+        let mut waiting = Waiting::default();
+        self.core.with(|core| core.for_each_waiting(|request| waiting.push(request)))?;
+        waiting.ask(policy)
+    }
+}
+
 #[pymethods]
 impl Scheduler {
     #[new]
-    #[pyo3(signature = (cache_config, scheduler_config=None))]
-    fn new(cache_config: &CacheConfig, scheduler_config: Option<&SchedulerConfig>) -> PyResult<Self> {
-        let limits = scheduler_config.map(|config| config.0.clone()).unwrap_or_default();
+    #[pyo3(signature = (cache_config, scheduler_config=None, *, policy=None))]
+    fn new(
+        cache_config: &CacheConfig,
+        scheduler_config: Option<&SchedulerConfig>,
+        policy: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let mut limits = scheduler_config.map(|config| config.0.clone()).unwrap_or_default();
+        if let Some(policy) = &policy {
+            if !policy.is_callable() {
+                return Err(wrong_type("policy", "a callable that returns keys", policy));
+            }
+            limits.policy = Policy::External;
+        }
         let core = Core::new(&cache_config.0, &limits).map_err(to_py_err)?;
         let inbox = core.inbox();
-        Ok(Self { core: Arc::new(Guarded::new(core)), inbox })
+        Ok(Self { core: Arc::new(Guarded::new(core)), inbox, policy: policy.map(Bound::unbind) })
     }
 
     /// Leave a request for the next `schedule`.
@@ -93,10 +165,14 @@ impl Scheduler {
     ///     Whether the request reads and feeds the prefix cache.
     /// needs_commit : bool
     ///     Not planned again before the commit of its last plan.
-    /// priority, tenant, num_external_tokens, session
+    /// priority : int
+    ///     Lower is more urgent; refused where the policy does not look at it.
+    /// tenant : str, optional
+    ///     Whose share the request counts against under the policy "fair".
+    /// num_external_tokens, session
     ///     Refused by name when set.
     /// now : float, optional
-    ///     Arrival in seconds. Requests are ordered by the order of the calls.
+    ///     Arrival in seconds, by default of `time.monotonic()`. Only policies of the caller's look at it.
     ///
     /// Returns
     /// -------
@@ -136,8 +212,6 @@ impl Scheduler {
         session: bool,
         now: Option<f64>,
     ) -> PyResult<i64> {
-        // Arrival order is the order of the calls; the time serves policies that this version refuses.
-        let _ = now;
         let request = NewRequest {
             request_id,
             prompt_token_ids: ids("prompt_token_ids", prompt_token_ids)?,
@@ -147,6 +221,7 @@ impl Scheduler {
             min_tokens,
             priority,
             tenant,
+            arrival: now.map_or_else(|| monotonic(prompt_token_ids.py()), Ok)?,
             identity: identity(lora_id, cache_salt, image_spans)?,
             use_prefix_cache,
             num_external_tokens,
@@ -182,8 +257,15 @@ impl Scheduler {
     /// Notes
     /// -----
     /// Cost: O(sequences + tokens + changed table entries); it does not depend on the length of running contexts.
-    fn schedule(&self) -> PyResult<StepPlan> {
-        let plan = self.core.with(Core::schedule)?.map_err(to_py_err)?;
+    fn schedule(&self, py: Python<'_>) -> PyResult<StepPlan> {
+        let plan = match &self.policy {
+            Some(policy) => {
+                let (handles, keys) = self.ask(policy.bind(py))?;
+                self.core.with(|core| core.schedule_by(&handles, &keys))?
+            }
+            None => self.core.with(Core::schedule)?,
+        };
+        let plan = plan.map_err(to_py_err)?;
         Ok(StepPlan::new(plan, &self.core))
     }
 
