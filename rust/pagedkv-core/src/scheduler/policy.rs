@@ -220,8 +220,8 @@ mod tests {
             max_tokens: 10,
             num_hit_tokens: 0,
         };
-        let mut key = |tenant| policy.arrival_key(&view(tenant));
-        assert_eq!([key("gold"), key("gold"), key("gold")], [0.0, 5.0, 10.0]);
-        assert_eq!([key("plain"), key("plain")], [0.0, 10.0]);
+        let mut key = |tenant| policy.arrival_key(&view(tenant)) as i64;
+        assert_eq!([key("gold"), key("gold"), key("gold")], [0, 5, 10]);
+        assert_eq!([key("plain"), key("plain")], [0, 10]);
     }
 }
