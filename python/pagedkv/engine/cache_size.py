@@ -44,7 +44,7 @@ def choose_num_blocks(
     Raises
     ------
     InvalidArgumentError
-        If both are given, or the memory does not hold one block beside the null block.
+        If both are given, a block has no tokens, or the memory does not hold one block beside the null block.
 
     Examples
     --------
@@ -53,6 +53,8 @@ def choose_num_blocks(
     """
     if num_blocks is not None and kv_cache_memory_bytes is not None:
         raise InvalidArgumentError("kv_cache_memory_bytes: expected None beside num_blocks, found both")
+    if block_size < 1:
+        raise InvalidArgumentError(f"block_size: expected at least 1, found {block_size}")
     elements = 2 * group.num_layers * group.num_kv_heads * group.head_dim * block_size
     block_bytes = elements * _ELEMENT_BYTES[group.dtype]
     if kv_cache_memory_bytes is not None:

@@ -1,0 +1,62 @@
+"""Greedy tokens of SmolLM2 equal those of `transformers.generate`, token for token, in one continuous batch."""
+
+import pytest
+
+from pagedkv import SamplingParams
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_transformers_smollm2_gives_the_same_tokens_with_a_cold_and_a_warm_cache(smollm_case, open_llm, block_size):
+    with open_llm(smollm_case.model, block_size=block_size, max_model_len=1024) as llm:
+        cold = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+        warm = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(cold) == smollm_case.expected
+    assert tokens(warm) == smollm_case.expected
+    assert [output.num_cached_tokens for output in warm] == [
+        (len(prompt) - 1) // block_size * block_size for prompt in smollm_case.prompts
+    ]
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted(smollm_case, open_llm):
+    with open_llm(smollm_case.model, num_blocks=70, max_model_len=1024) as llm:
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+        num_preemptions = llm.scheduler.num_preemptions
+        llm.scheduler.check_integrity()
+    assert tokens(outputs) == smollm_case.expected
+    assert num_preemptions > 0
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
+    with open_llm(smollm_case.model, max_num_batched_tokens=48, max_model_len=1024) as llm:
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_two_plans_are_in_flight(smollm_case, open_llm):
+    with open_llm(smollm_case.model, max_plans_in_flight=2, max_model_len=1024) as llm:
+        filled_in = []
+        llm.step_hooks.append(lambda event: filled_in.append(int((event.plan.input_from >= 0).sum())))
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected
+    assert sum(filled_in) > 0
+
+
+@pytest.mark.parametrize("when", ["before_apply", "after_apply"])
+def test_transformers_smollm2_gives_the_same_tokens_after_rollbacks(smollm_case, generate_with_rollbacks, when):
+    assert generate_with_rollbacks(smollm_case, when) == smollm_case.expected
+
+
+def test_transformers_smollm2_continues_the_capital_of_france_as_documented(smollm, open_llm):
+    """The ids of a run of transformers alone, written down before this package was."""
+    model, tokenizer = smollm
+    expected = [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216]
+    prompt = tokenizer("The capital of France is", add_special_tokens=False).input_ids
+    with open_llm(model, tokenizer, max_model_len=256, max_num_seqs=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == expected
+    assert output.text == " Paris.\n\nThe answer is: 2018-01-22 "
