@@ -10,24 +10,24 @@ def tokens(outputs):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_transformers_smollm2_gives_the_same_tokens_with_a_cold_and_a_warm_cache(smollm_case, open_llm, block_size):
+def test_transformers_smollm2_gives_the_same_tokens(smollm_case, open_llm, block_size):
     with open_llm(smollm_case.model, block_size=block_size, max_model_len=1024) as llm:
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted_and_when_the_cache_is_warm(
+    smollm_case, open_llm
+):
+    with open_llm(smollm_case.model, num_blocks=90, max_model_len=1024) as llm:
         cold = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+        num_preemptions = llm.scheduler.num_preemptions
         warm = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+        llm.scheduler.check_integrity()
     assert tokens(cold) == smollm_case.expected
     assert tokens(warm) == smollm_case.expected
-    assert [output.num_cached_tokens for output in warm] == [
-        (len(prompt) - 1) // block_size * block_size for prompt in smollm_case.prompts
-    ]
-
-
-def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted(smollm_case, open_llm):
-    with open_llm(smollm_case.model, num_blocks=70, max_model_len=1024) as llm:
-        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
-        num_preemptions = llm.scheduler.num_preemptions
-        llm.scheduler.check_integrity()
-    assert tokens(outputs) == smollm_case.expected
     assert num_preemptions > 0
+    assert sum(output.num_cached_tokens for output in warm) > 600
 
 
 def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
