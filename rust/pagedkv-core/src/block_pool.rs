@@ -248,18 +248,15 @@ impl BlockPool {
         self.stamp += 1;
     }
 
-    /// Gives up one hold. `named_by` is the newest plan in flight that names the block through this holder. Answers the
-    /// newest plan in flight that names it through any.
-    pub(crate) fn release(&mut self, block: BlockId, named_by: Option<PlanId>) -> Option<PlanId> {
+    /// Gives up one hold. `named_by` is the newest plan in flight that names the block through this holder.
+    pub(crate) fn release(&mut self, block: BlockId, named_by: Option<PlanId>) {
         let record = &mut self.blocks[block.index()];
         assert!(record.ref_count > 0, "law 2 is broken: block {} has no holder to release it", block.get());
         record.ref_count -= 1;
         record.fence = record.fence.max(named_by.unwrap_or_default());
-        let (fence, is_last) = (record.fence, record.ref_count == 0);
-        if is_last {
+        if record.ref_count == 0 {
             self.retire(block);
         }
-        self.list_of(fence).map(|list| self.fenced[list].0)
     }
 
     pub(crate) fn attach(&mut self, block: BlockId, node: NodeId) {
@@ -276,10 +273,8 @@ impl BlockPool {
     /// Takes the block off its node if the tokens on their way to it were never computed.
     pub(crate) fn withdraw(&mut self, block: BlockId) {
         let record = &self.blocks[block.index()];
-        let node = record.node;
-        if node != NO_NODE && !record.committed {
+        if record.node != NO_NODE && !record.committed {
             self.forget(block);
-            self.keep_behind(node);
         }
     }
 

@@ -376,12 +376,11 @@ impl KVCacheManager {
             sequence.path = self.pool.prefixes.node(sequence.path).parent;
             sequence.path_len -= 1;
         }
-        // What a block waits for, those before it wait for as well: a prefix outlives what continues it.
-        let mut named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
+        let named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
         let keep = num_tokens.div_ceil(self.block_size) as usize;
         while sequence.table.len() > keep {
             let block = sequence.table.pop().expect("the table is longer than what is kept");
-            named_by = self.pool.release(block, named_by);
+            self.pool.release(block, named_by);
         }
         sequence.num_scheduled = num_tokens;
     }

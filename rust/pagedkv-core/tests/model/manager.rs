@@ -3,7 +3,7 @@
 //! Which physical block is handed out is the manager's choice; the model follows it and asks whether it was allowed.
 //! Everything else (lookups, copies, whether there is room, counts) the model predicts.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use pagedkv_core::{AllocatedSlots, BlockCopy, BlockId, BlockState, Identity, KVCacheManager, PlanId, SequenceId};
@@ -85,8 +85,6 @@ pub(crate) struct ManagerModel {
     entries: Vec<Option<Entry>>,
     /// Whether a plan in flight, or one that was rolled back with an older one still in flight, ever named the block.
     recently_named: Vec<bool>,
-    /// The histories that these plans name: a prefix waits at least as long as what continues it.
-    recent_histories: BTreeSet<History>,
     histories: Histories,
     memory: Memory,
     pub(crate) events: Events,
@@ -113,7 +111,6 @@ impl ManagerModel {
             plans: VecDeque::new(),
             entries: vec![None; num_blocks],
             recently_named: vec![false; num_blocks],
-            recent_histories: BTreeSet::new(),
             histories: Histories::default(),
             memory: Memory::new(num_blocks, block_size),
             events: Events::default(),
@@ -360,7 +357,6 @@ impl ManagerModel {
         for block in named(&growth) {
             self.recently_named[block] = true;
         }
-        self.recent_histories.extend(&growth.histories);
         let plan = self.plans.back_mut().expect("a plan is in flight");
         assert!(!plan.ran, "a plan grows after it ran");
         plan.growths.push(growth);
@@ -390,11 +386,24 @@ impl ManagerModel {
                 BlockState::Cached => 1,
                 state => panic!("block {block} was handed out and was {state:?}"),
             };
-            self.entries[block] = None;
+            let entry = self.entries[block].take();
+            if let (BlockState::Cached, Some(evicted)) = (states[block], entry) {
+                self.check_nothing_is_left_behind(evicted);
+            }
         }
         let wanting = new_blocks.len().saturating_sub(free);
         assert_eq!(evicted, wanting, "evictions for {} blocks with {free} free", new_blocks.len());
         self.events.evictions += evicted as u64;
+    }
+
+    /// No block continues a prefix of which the last block was evicted: nobody could find it.
+    fn check_nothing_is_left_behind(&self, evicted: Entry) {
+        let mut entries = self.entries.iter().flatten().filter(|entry| entry.generation == evicted.generation);
+        let mut others = entries.clone();
+        let parent = |entry: &Entry| self.histories.back_from(entry.history, self.block_size + 1).nth(self.block_size);
+        let left_behind = others.find(|&entry| parent(entry) == Some(evicted.history));
+        let is_found = entries.any(|entry| entry.history == evicted.history);
+        assert!(left_behind.is_none() || is_found, "{evicted:?} was evicted before {left_behind:?}");
     }
 
     /// Runs the oldest plan that has not run, if there is one.
@@ -476,7 +485,6 @@ impl ManagerModel {
     fn forget_old_names(&mut self) {
         if self.plans.is_empty() {
             self.recently_named.fill(false);
-            self.recent_histories.clear();
         }
     }
 
@@ -561,9 +569,7 @@ impl ManagerModel {
             } else {
                 BlockState::Free
             };
-            let is_recent = self.entries[block].is_some_and(|entry| self.recent_histories.contains(&entry.history));
-            let may_wait = holders == 0 && (self.recently_named[block] || is_recent);
-            let waits = state == BlockState::Fenced && may_wait;
+            let waits = state == BlockState::Fenced && holders == 0 && self.recently_named[block];
             assert!(state == expected || waits, "block {block} is {state:?}, not {expected:?}");
             self.events.fenced_blocks += u64::from(state == BlockState::Fenced);
             if state == BlockState::Free {
