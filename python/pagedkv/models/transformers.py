@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pagedkv.kv_cache import KVCache
-    from pagedkv.scheduling import StepPlan
 
 
 class TransformersModel:
@@ -83,7 +82,7 @@ class TransformersModel:
             eos = self._model.config.eos_token_id
         return frozenset([eos] if isinstance(eos, int) else eos or ())
 
-    def forward(self, plan: StepPlan, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Run the tokens of a plan.
 
         Parameters
