@@ -1,6 +1,6 @@
 //! Faults of the scheduler that were found, each named after what went wrong, each seen failing first.
 
-use pagedkv_core::{CacheConfig, Change, Handle, NewRequest, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{CacheConfig, Change, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
 
 fn scheduler(num_blocks: u32, max_plans_in_flight: u32) -> Scheduler {
     let cache = CacheConfig { block_size: 1, ..CacheConfig::new(num_blocks) };
@@ -55,4 +55,32 @@ fn request_that_ended_after_the_plan_that_preempted_it_was_undone_was_said_to_co
     scheduler.rollback(second.id()).unwrap();
     commit(&mut scheduler, &first);
     assert_eq!(scheduler.schedule().unwrap().changes().preempted, []);
+}
+
+/// A patient request of so many tokens that runs, and an urgent one that came later and waits.
+fn urgent_behind_patient(max_tokens: u32, num_blocks: u32, limits: SchedulerConfig) -> Scheduler {
+    let cache = CacheConfig { block_size: 1, ..CacheConfig::new(num_blocks) };
+    let limits = SchedulerConfig { policy: Policy::Priority, ..limits };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let request =
+        |request_id: &str, priority| NewRequest { priority, ..NewRequest::new(request_id, vec![priority; 2], 1) };
+    scheduler.add_request(NewRequest { max_tokens, ..request("patient", 1) }).expect("a request that fits");
+    let plan = scheduler.schedule().unwrap();
+    commit(&mut scheduler, &plan);
+    scheduler.add_request(request("urgent", 0)).expect("a request that fits");
+    scheduler
+}
+
+#[test]
+fn request_that_waited_for_room_behind_an_urgent_one_kept_it_out_for_ever() {
+    let mut scheduler = urgent_behind_patient(2, 1 + 4, SchedulerConfig::default());
+    assert!(scheduler.schedule().unwrap().sizes().num_sequences > 0, "nothing runs");
+}
+
+#[test]
+fn prefill_that_waited_for_room_behind_an_urgent_one_kept_it_out_for_ever() {
+    let limits =
+        SchedulerConfig { long_prefill_token_threshold: 1, max_num_partial_prefills: 1, ..SchedulerConfig::default() };
+    let mut scheduler = urgent_behind_patient(1, 1 + 2, limits);
+    assert!(scheduler.schedule().unwrap().sizes().num_sequences > 0, "nothing runs");
 }

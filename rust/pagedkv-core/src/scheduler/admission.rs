@@ -79,19 +79,35 @@ impl Scheduler {
         (Want { target, known: target }, index)
     }
 
-    /// Blocks that the admission of a waiting request needs, and the tokens that it finds in the cache.
-    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, u32) {
+    /// Blocks that the admission of a waiting request needs, and whether it starts with less than all that it knows.
+    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, bool) {
         let (want, index) = self.known(slot);
         let mut hits = std::mem::take(&mut self.hits);
         self.find_hits(index, want, &mut hits);
         let start = hits.num_tokens();
+        let num_new = self.chunk(start, want.target, budget);
         let needed = if self.is_first(slot) {
-            self.manager.blocks_needed(index, self.chunk(start, want.target, budget), &hits)
+            self.manager.blocks_needed(index, num_new, &hits)
         } else {
             self.manager.blocks_needed(index, want.target - start, &hits) + self.watermark_blocks
         };
         self.hits = hits;
-        (needed, start)
+        (needed, start + num_new < want.target)
+    }
+
+    /// Running sequences in the middle of a prefill.
+    pub(super) fn num_partial_prefills(&self) -> u32 {
+        self.seats.seated().filter(|&(sequence, slot)| self.is_partial(sequence, slot)).count() as u32
+    }
+
+    /// Whether a running sequence has more to compute than the token that was sampled last.
+    pub(super) fn is_partial(&self, sequence: usize, slot: u32) -> bool {
+        let (sequence, request) = (self.manager.sequence(sequence), self.request(slot));
+        let known = match request.stage {
+            Stage::Prompt => request.prompt_len(),
+            _ => request.prompt_len().max(sequence.tokens.len() - 1),
+        };
+        sequence.num_scheduled < known
     }
 
     /// Whether a waiting request comes before every running one: then a start must fit, nothing more.

@@ -173,8 +173,8 @@ impl Scheduler {
             self.extend(pass, slot, sample, num_new, want, &hits);
         }
         self.hits = hits;
+        pass.num_partial_prefills += u32::from(self.is_partial(index, slot));
         let sequence = self.manager.sequence(index);
-        pass.num_partial_prefills += u32::from(sequence.num_scheduled < want.known);
         let columns = want.target.div_ceil(self.manager.block_size);
         pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
     }

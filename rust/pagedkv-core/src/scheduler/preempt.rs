@@ -14,22 +14,24 @@ impl Scheduler {
         if pass.reserved > 0 {
             return false;
         }
-        let needed = needed + self.reserved_for_head(pass, at);
+        let for_head = self.reserved_for_head(pass, at);
+        let needed = needed + for_head;
         loop {
             let pool = self.manager.pool();
             if needed <= pool.num_available() {
                 return true;
             }
             if needed <= pool.num_available() + pool.num_fenced() || at + 1 == self.running.len() {
-                pass.reserved += needed;
+                // Whoever waits behind a request that is still to be admitted must not keep it out.
+                pass.reserved += if for_head > 0 { 0 } else { needed };
                 return false;
             }
             self.preempt_youngest();
         }
     }
 
-    /// Preempts running requests that come after the first waiting one until it has seats and room, or will have when
-    /// plans in flight end. What it needs is kept from running requests behind it.
+    /// Preempts running requests that come after the first waiting one until it may start a prefill, and has seats and
+    /// room, or will have when plans in flight end. What it needs is kept from running requests behind it.
     pub(super) fn make_way(&mut self, pass: &mut Pass) {
         let Some((&order, &slot)) = self.waiting.first_key_value() else { return };
         let is_behind = |this: &Self| this.running.last().is_some_and(|&last| this.request(last).order > order);
@@ -38,11 +40,12 @@ impl Scheduler {
         }
         let num_seats = self.request(slot).num_live;
         loop {
-            let (needed, _) = self.admission_needs(slot, pass.budget);
+            let (needed, is_partial) = self.admission_needs(slot, pass.budget);
             let pool = self.manager.pool();
+            let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
             let will_have_seats = num_seats <= self.seats.num_free() + self.seats.num_fenced();
             let will_have_room = needed <= pool.num_available() + pool.num_fenced();
-            if will_have_seats && will_have_room || !is_behind(self) {
+            if may_start && will_have_seats && will_have_room || !is_behind(self) {
                 pass.head = Some((order, needed));
                 return;
             }

@@ -68,6 +68,12 @@ impl Seats {
         self.by_sequence.get(sequence).copied().unwrap_or(EMPTY)
     }
 
+    /// Sequences that sit, with the slots of their requests.
+    pub(super) fn seated(&self) -> impl Iterator<Item = (usize, u32)> {
+        let seats = self.by_sequence.iter().enumerate().filter(|(_, seat)| seat.row != NONE);
+        seats.map(|(sequence, seat)| (sequence, seat.slot))
+    }
+
     pub(super) fn sit(&mut self, sequence: usize, row: u32, slot: u32, sample: u32) {
         if self.by_sequence.len() <= sequence {
             self.by_sequence.resize(sequence + 1, EMPTY);
