@@ -9,15 +9,13 @@ use std::sync::Arc;
 use model::random::Random;
 use model::scheduler::{Events, Limits, SchedulerModel};
 use pagedkv_core::{
-    CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, RootKey, Scheduler, SchedulerConfig,
+    CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey, Scheduler, SchedulerConfig,
 };
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 
 const MOST_REQUESTS: usize = 6;
 const MAX_MODEL_LEN: usize = 14;
-/// Sizes of worlds, by number.
-const NUM_WORLDS: usize = 3 * 8 * 8 * 4 * 3 * 4;
 
 #[derive(Clone, Copy, Debug)]
 enum Command {
@@ -81,29 +79,47 @@ fn two_tokens(length: usize, number: u8) -> Vec<i32> {
 }
 
 impl World {
-    fn numbered(number: usize) -> Self {
-        let usable = [8, 2, 3, 4, 5, 6, 7, 8][number / 3 % 8];
+    /// A world by number: half of them first come, first served.
+    fn numbered(number: u64) -> Self {
+        let mut random = Random::new(number);
+        let mut below = |end| random.below(end);
+        let policy = [Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare];
+        let policy = if below(2) == 0 { Policy::Fcfs } else { policy[below(3)] };
+        let cuts_chunks = below(4) == 0;
+        let watermark = if below(4) == 0 { 0.3 } else { 0.0 };
+        let usable_blocks = 8 - below(8) * below(2);
         let limits = Limits {
-            block_size: 1 + number % 3,
-            usable_blocks: usable,
-            max_num_batched_tokens: 1 + number / 24 % 8,
-            max_num_seqs: 1 + number / 192 % 4,
+            policy,
+            cuts_chunks,
+            block_size: 1 + below(3),
+            usable_blocks: usable_blocks.max(2),
+            watermark_blocks: (watermark * usable_blocks.max(2) as f64).ceil() as usize,
+            max_num_batched_tokens: 1 + below(8),
+            max_num_seqs: 1 + below(4),
             max_model_len: MAX_MODEL_LEN,
-            max_plans_in_flight: 1 + number / 768 % 3,
+            max_plans_in_flight: 1 + below(3),
         };
         let cache = CacheConfig {
             block_size: limits.block_size as u32,
-            enable_prefix_caching: !(number / 2304).is_multiple_of(4),
-            ..CacheConfig::new(usable as u32 + 1)
+            enable_prefix_caching: below(4) > 0,
+            ..CacheConfig::new(limits.usable_blocks as u32 + 1)
         };
-        let config = SchedulerConfig {
+        let mut config = SchedulerConfig {
             max_num_seqs: limits.max_num_seqs as u32,
             max_num_batched_tokens: limits.max_num_batched_tokens as u32,
             max_model_len: MAX_MODEL_LEN as u32,
-            watermark: if number.is_multiple_of(5) { 0.3 } else { 0.0 },
+            watermark,
             max_plans_in_flight: limits.max_plans_in_flight as u32,
+            policy,
+            ageing: Some(below(3) as u32),
             ..SchedulerConfig::default()
         };
+        if cuts_chunks {
+            config.long_prefill_token_threshold = 1 + below(4) as u32;
+            config.max_num_partial_prefills = 1 + below(2) as u32;
+            let longest = config.long_prefill_token_threshold.min(config.max_num_batched_tokens);
+            config.prefill_chunk_multiple = 1 + below(longest as usize) as u32;
+        }
         Self {
             scheduler: Scheduler::new(&cache, &config).expect("a valid configuration"),
             model: SchedulerModel::new(limits),
@@ -143,7 +159,10 @@ impl World {
             2 if len > 2 => (None, vec![ImageSpan { start: 1, len: 2, digest: [8].into() }]),
             _ => (None, vec![]),
         };
+        let policy = self.model.limits.policy;
         NewRequest {
+            priority: if policy == Policy::Priority { i32::from(output % 3) } else { 0 },
+            tenant: (policy == Policy::FairShare).then(|| ["a", "b"][usize::from(output % 2)].into()),
             n: [1, 1, 1, 1, 2, 2, 2, 3][usize::from(kind % 8)],
             stop_token_ids: if output.is_multiple_of(3) { vec![2] } else { vec![] },
             min_tokens: u32::from(output / 3 % 3),
@@ -185,6 +204,7 @@ impl World {
             return self.commit();
         }
         self.model.drain_aborts();
+        self.model.before_schedule(&self.scheduler);
         let plan = self.scheduler.schedule().expect("fewer plans in flight than allowed");
         let mut random = Random::new(u64::from(tokens));
         // Mostly zeros, so that outputs are shared as well, and now and then a stop token.
@@ -296,6 +316,10 @@ impl World {
         }
         self.model.drain_aborts();
         let mut steps_left: usize = self.model.requests.iter().map(model::scheduler::Request::most_tokens).sum();
+        if self.model.limits.policy != Policy::Fcfs {
+            // The first in the order may change while requests overtake one another, until all are due.
+            steps_left *= MOST_REQUESTS;
+        }
         // The last plan has nothing to run, and says who left.
         loop {
             self.schedule(steps_left as u8);
@@ -331,7 +355,7 @@ fn run_worlds(seed: u64, num_worlds: usize) -> (Events, u64) {
     let (mut total, mut num_refused) = (Events::default(), 0);
     for number in 0..num_worlds {
         let mut random = Random::new(seed.wrapping_add(number as u64));
-        let mut world = World::numbered(random.below(NUM_WORLDS));
+        let mut world = World::numbered(random.next());
         for step in 0..250 {
             let command = Command::decode(random.bytes());
             let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
@@ -384,7 +408,7 @@ proptest! {
 
     #[test]
     fn scheduler_agrees_with_the_model(
-        world in 0..NUM_WORLDS,
+        world: u64,
         commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
     ) {
         let mut world = World::numbered(world);

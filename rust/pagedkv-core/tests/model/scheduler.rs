@@ -5,13 +5,19 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{FinishReason, FinishedRequest, Fork, Handle, NewRequest, PlanId, Scheduler, StepPlan, StepResult};
+use pagedkv_core::{
+    FinishReason, FinishedRequest, Fork, Handle, NewRequest, PlanId, Policy, Scheduler, StepPlan, StepResult,
+};
 
 use super::device::{Device, Expected};
 use super::memory::Histories;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
+    pub(crate) policy: Policy,
+    /// Whether chunks end before the budget does.
+    pub(crate) cuts_chunks: bool,
+    pub(crate) watermark_blocks: usize,
     pub(crate) block_size: usize,
     pub(crate) usable_blocks: usize,
     pub(crate) max_num_seqs: usize,
@@ -171,6 +177,8 @@ pub(crate) struct SchedulerModel {
     plans: VecDeque<Plan>,
     device: Device,
     histories: Histories,
+    /// Blocks that were available, or fenced, before the plan was made.
+    num_blocks_before: usize,
     pub(crate) events: Events,
 }
 
@@ -184,6 +192,7 @@ impl SchedulerModel {
             plans: VecDeque::new(),
             device: Device::new(limits.usable_blocks + 1, limits.block_size, limits.max_num_seqs, num_columns),
             histories: Histories::default(),
+            num_blocks_before: 0,
             events: Events::default(),
         }
     }
@@ -272,6 +281,9 @@ impl SchedulerModel {
         }
         assert_eq!(drawn, tokens.len(), "one token per sample");
         self.check_rows(&entries);
+        self.check_admissions(scheduler, &entries, &residents_before);
+        self.check_blocked(&plan, &entries);
+        self.check_progress(scheduler, &plan, &entries);
         let mut index = 0;
         for entry in &entries {
             let request = self.find_mut(entry.handle).expect("planned requests live");
@@ -281,8 +293,6 @@ impl SchedulerModel {
             }
         }
         self.check_limits(&plan, &entries);
-        self.check_order(&residents_before);
-        self.check_progress(scheduler, &plan, &entries);
         let tables = self.tables(scheduler, &plan);
         let tokens_before = self.plans.back().map_or(Vec::new(), |before| before.tokens.clone());
         self.events.tokens += u64::from(sizes.num_tokens);
@@ -294,14 +304,22 @@ impl SchedulerModel {
         self.requests.iter().filter(|request| request.is_resident)
     }
 
-    /// Victims are the youngest resident requests, and never the oldest.
+    pub(crate) fn before_schedule(&mut self, scheduler: &Scheduler) {
+        let pool = scheduler.manager().pool();
+        self.num_blocks_before = (pool.num_available() + pool.num_fenced()) as usize;
+    }
+
     fn follow_preemptions(&mut self, scheduler: &Scheduler, plan: &StepPlan) {
-        let victims = scheduler.num_preemptions() - self.events.preemptions;
-        for _ in 0..victims {
-            assert!(self.residents().count() > 1, "the oldest is preempted");
-            let youngest = self.requests.iter_mut().rfind(|request| request.is_resident).expect("there are two");
-            youngest.leave();
-            youngest.num_preemptions += 1;
+        let num_victims = (scheduler.num_preemptions() - self.events.preemptions) as usize;
+        let victims = if self.limits.policy == Policy::Fcfs {
+            self.youngest(num_victims)
+        } else {
+            self.find_victims(scheduler, plan, num_victims)
+        };
+        for &handle in &victims {
+            let victim = self.find_mut(handle).expect("victims live");
+            victim.leave();
+            victim.num_preemptions += 1;
             self.events.preemptions += 1;
         }
         for change in plan.changes().preempted {
@@ -309,6 +327,52 @@ impl SchedulerModel {
             let holds = request.is_some_and(|request| !request.is_resident && request.num_preemptions > 0);
             assert!(holds, "{change:?} was not preempted");
         }
+    }
+
+    /// First come, first served: victims are the youngest, never the oldest, and none while all can have what they want.
+    fn youngest(&self, num_victims: usize) -> Vec<Handle> {
+        let youngest: Vec<_> = self.residents().map(|request| request.handle).collect();
+        assert!(num_victims == 0 || num_victims < youngest.len(), "the oldest is preempted");
+        let wanted: usize = self.residents().map(|request| self.most_blocks_wanted(request)).sum();
+        let fits = wanted <= self.num_blocks_before;
+        assert!(num_victims == 0 || !fits, "{num_victims} victims for {wanted} of {} blocks", self.num_blocks_before);
+        youngest.into_iter().rev().take(num_victims).collect()
+    }
+
+    /// New blocks, and one for a copy, for each sequence that can run.
+    fn most_blocks_wanted(&self, request: &Request) -> usize {
+        let wanted = |sample| {
+            let (held, limit) = (request.num_scheduled(sample), request.limit(sample));
+            let new = limit.div_ceil(self.limits.block_size) - held.div_ceil(self.limits.block_size);
+            new + usize::from(limit > held)
+        };
+        request.sequences().into_iter().map(wanted).sum()
+    }
+
+    /// Under other policies: who lost its blocks, or starts over, or is said to have been preempted.
+    fn find_victims(&self, scheduler: &Scheduler, plan: &StepPlan, num_victims: usize) -> Vec<Handle> {
+        let has_lost_all = |request: &&Request| {
+            let table = |&sample: &usize| scheduler.block_table(request.handle, sample as u32).expect("it is live");
+            request.live().all(|sample| table(&sample).is_none())
+        };
+        let starts_over = |request: &&Request| {
+            let starts = plan.i32s(Field::QueryStartLoc);
+            let mut entries = (0..plan.sizes().num_sequences as usize)
+                .filter(|&s| plan.i64s(Field::Handles)[s] == request.handle.get());
+            entries.any(|s| {
+                let start = plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s]);
+                (start as usize) < request.num_scheduled(plan.i32s(Field::Sequence)[s] as usize)
+            })
+        };
+        let preempted = plan.changes().preempted;
+        let is_said = |request: &&Request| preempted.iter().any(|change| change.request_id == request.asked.request_id);
+        let victims: Vec<_> = self
+            .residents()
+            .filter(|request| has_lost_all(request) || starts_over(request) || is_said(request))
+            .map(|request| request.handle)
+            .collect();
+        assert_eq!(victims.len(), num_victims, "preemptions");
+        victims
     }
 
     /// Follows one sequence of a plan into it.
@@ -433,17 +497,38 @@ impl SchedulerModel {
         }
     }
 
-    /// First come, first served: whoever is admitted, nobody who came before is left waiting.
-    fn check_order(&self, residents_before: &[Handle]) {
-        let newly = self.residents().filter(|request| !residents_before.contains(&request.handle));
-        if let Some(admitted) = newly.last() {
-            let passed_over = self.requests.iter().find(|other| other.handle < admitted.handle && !other.is_resident);
-            assert!(passed_over.is_none(), "{:?} is admitted before {passed_over:?}", admitted.handle);
+    /// An admission beside running requests leaves room for all that they and it know, and the watermark; and first come,
+    /// first served, it leaves nobody waiting who came before.
+    fn check_admissions(&self, scheduler: &Scheduler, entries: &[Entry], residents_before: &[Handle]) {
+        let Some(last) = entries.iter().filter(|entry| entry.is_admission).map(|entry| entry.handle).max() else {
+            return;
+        };
+        if self.limits.policy != Policy::Fcfs {
+            return;
         }
+        let passed_over = self.requests.iter().find(|other| other.handle < last && !other.is_resident);
+        assert!(passed_over.is_none(), "{last:?} is admitted before {passed_over:?}");
+        let first = self.residents().next().expect("the admitted one is resident");
+        if residents_before.is_empty() || first.handle == last {
+            return;
+        }
+        let block_size = self.limits.block_size;
+        let still_needed = |request: &Request| -> usize {
+            let of_sequence = |sample| {
+                let num_scheduled = request.num_scheduled(sample);
+                let end = num_scheduled + self.num_wanted(request, sample);
+                end.div_ceil(block_size) - num_scheduled.div_ceil(block_size)
+            };
+            request.sequences().into_iter().map(of_sequence).sum()
+        };
+        let needed: usize = self.residents().map(still_needed).sum();
+        let available = scheduler.manager().pool().num_available() as usize;
+        let left = available.checked_sub(self.limits.watermark_blocks);
+        assert!(left >= Some(needed), "{last:?} is admitted, {needed} blocks are needed and {available} available");
     }
 
-    /// If work fits it is planned, and the oldest always progresses.
-    fn check_progress(&mut self, scheduler: &Scheduler, plan: &StepPlan, entries: &[Entry]) {
+    /// If work fits it is planned.
+    fn check_blocked(&mut self, plan: &StepPlan, entries: &[Entry]) {
         if entries.is_empty() && !self.requests.is_empty() {
             let blocked_on = plan.blocked_on().expect("an empty plan while there is work, and nothing to wait for");
             assert!(self.in_flight().contains(&blocked_on), "{blocked_on:?} is not in flight");
@@ -451,24 +536,47 @@ impl SchedulerModel {
         } else {
             assert_eq!(plan.blocked_on(), None);
         }
-        if !self.plans.is_empty() {
+    }
+
+    /// First come, first served, the oldest always progresses, and whoever comes next runs if it fits.
+    fn check_progress(&self, scheduler: &Scheduler, plan: &StepPlan, entries: &[Entry]) {
+        if self.limits.policy != Policy::Fcfs {
             return;
         }
-        if let Some(oldest) = self.requests.first() {
+        if let (Some(oldest), true) = (self.requests.first(), self.plans.is_empty()) {
             let progresses = entries.iter().any(|entry| entry.handle == oldest.handle);
             assert!(progresses, "the oldest request waits, and no plan is in flight");
         }
         let budget_left = self.limits.max_num_batched_tokens - plan.sizes().num_tokens as usize;
-        if budget_left > 0 && scheduler.manager().pool().num_available() > 0 {
+        if budget_left > 0 && !self.limits.cuts_chunks && scheduler.manager().pool().num_available() > 0 {
             // One token takes one block at the most, so whoever is the first that does not run wants more than that.
+            let runs = |request: &Request, sample| {
+                entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample)
+            };
             let mut sequences = self.residents().flat_map(|request| {
-                let sequences = request.sequences().into_iter();
-                sequences.map(move |sample| (request, sample, request.limit(sample) - request.num_scheduled(sample)))
+                request.sequences().into_iter().map(move |sample| (request, sample, self.num_wanted(request, sample)))
             });
-            let runs = |handle, sample| entries.iter().any(|entry| entry.handle == handle && entry.sample == sample);
-            let waits = sequences.find(|&(request, sample, wants)| wants > 0 && !runs(request.handle, sample));
-            assert!(waits.is_none_or(|(_, _, wants)| wants > 1), "{waits:?} could run");
+            let waits = sequences.find(|&(request, sample, wanted)| wanted > 0 && !runs(request, sample));
+            assert!(waits.is_none_or(|(_, _, wanted)| wanted > 1), "{waits:?} could run");
         }
+    }
+
+    /// Tokens of a sequence that could run in this plan: it does not wait for a commit, and what it draws from was drawn
+    /// by the plan before.
+    fn num_wanted(&self, request: &Request, sample: usize) -> usize {
+        let previous = self.plans.back().map(|plan| plan.arrays.id());
+        let mut in_flight = self.plans.iter().flat_map(|plan| &plan.entries);
+        if request.asked.needs_commit && in_flight.any(|entry| entry.handle == request.handle) {
+            return 0;
+        }
+        let pending = &request.samples[sample].pending;
+        let unknown = if request.has_parted && pending.last().is_some_and(|last| Some(last.plan) != previous) {
+            pending.len()
+        } else {
+            0
+        };
+        let limit = request.limit(sample).min(request.tokens(sample).len() - unknown);
+        limit.saturating_sub(request.num_scheduled(sample))
     }
 
     /// The host's view of the plan's tables, in both forms.
