@@ -1,6 +1,6 @@
 //! Threads add and abort requests at a fixed rate, whatever the scheduler does, while another thread steps it.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -121,18 +121,17 @@ fn step(scheduler: &mut Scheduler, stepped: &mut Stepped) {
     stepped.finished.extend(result.finished.iter().map(|finished| finished.handle));
 }
 
-/// Aborts what is left, and counts the requests of which nobody heard the end, or which the scheduler still holds.
+/// Counts the requests of which nobody heard the end and which the scheduler does not hold either, and those that it still
+/// holds when these are aborted.
 fn num_lost(scheduler: &mut Scheduler, added: &Added, stepped: &mut Stepped) -> usize {
-    let num_handles = added.handles.iter().map(|handle| handle.get() as usize + 1).max().unwrap_or(0);
-    let mut has_ended = vec![false; num_handles];
-    let told = stepped.finished.iter().chain(&added.aborted);
-    told.for_each(|handle| has_ended[handle.get() as usize] = true);
-    for &handle in added.handles.iter().filter(|handle| !has_ended[handle.get() as usize]) {
-        scheduler.abort(handle, None).expect("the handle was given out");
-    }
-    let num_live = scheduler.num_unfinished_requests();
-    let num_silent = has_ended.iter().filter(|&&ended| !ended).count();
+    step(scheduler, stepped); // takes the last aborts
+    let mut silent: HashSet<_> = added.handles.iter().collect();
+    stepped.finished.iter().chain(&added.aborted).for_each(|handle| {
+        silent.remove(handle);
+    });
+    let num_unheard = silent.len().abs_diff(scheduler.num_unfinished_requests());
+    silent.into_iter().for_each(|&handle| scheduler.abort(handle, None).expect("the handle was given out"));
     step(scheduler, stepped);
     scheduler.check_integrity().expect("no law is broken");
-    num_live.abs_diff(num_silent) + scheduler.num_unfinished_requests()
+    num_unheard + scheduler.num_unfinished_requests()
 }

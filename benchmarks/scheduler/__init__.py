@@ -1,0 +1,1 @@
+"""The parts of `bench_scheduler.py`: its work, its lines, and the programs that it runs."""

@@ -1,0 +1,61 @@
+"""Requests and steps: the same tokens, seats, blocks and budgets that `peers/vllm_scheduler.py` uses."""
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import pagedkv
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 65536
+SAMPLED = np.full(1 << 16, 7, np.int32)  # what the model would sample
+
+Prompt = NDArray[np.int32] | list[int]
+
+
+def make_scheduler(max_num_seqs: int, num_blocks: int, budget: int = 8192, **limits: Any) -> pagedkv.Scheduler:
+    scheduler_config = pagedkv.SchedulerConfig(max_num_seqs, budget, MAX_MODEL_LEN, **limits)
+    return pagedkv.Scheduler(pagedkv.CacheConfig(num_blocks, BLOCK_SIZE), scheduler_config)
+
+
+def prompts(count: int, length: int, shared: int) -> list[list[int]]:
+    rng = random.Random(0)
+    head = [rng.randrange(100_000) for _ in range(shared)]
+    return [head + [rng.randrange(100_000) for _ in range(length - shared)] for _ in range(count)]
+
+
+def as_arrays(prompts: Sequence[list[int]]) -> list[NDArray[np.int32]]:
+    return [np.array(prompt, np.int32) for prompt in prompts]
+
+
+def add(scheduler: pagedkv.Scheduler, request_id: str, prompt: Prompt, max_tokens: int) -> float:
+    """Add a request; return the microseconds."""
+    start = time.perf_counter()
+    scheduler.add_request(request_id, prompt, max_tokens=max_tokens)
+    return (time.perf_counter() - start) * 1e6
+
+
+def step(scheduler: pagedkv.Scheduler) -> tuple[float, float, pagedkv.StepPlan]:
+    """Run one step; return the microseconds of `schedule` and of `commit`, and the plan."""
+    start = time.perf_counter()
+    plan = scheduler.schedule()
+    scheduling = time.perf_counter() - start
+    tokens = SAMPLED[: plan.num_samples]
+    start = time.perf_counter()
+    scheduler.commit(plan, tokens)
+    return scheduling * 1e6, (time.perf_counter() - start) * 1e6, plan
+
+
+def run_to_end(scheduler: pagedkv.Scheduler) -> None:
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+
+
+def mean_per_block(micros: Sequence[float]) -> list[float]:
+    """Return the mean of every 16 steps: one in sixteen takes a new block for each sequence."""
+    whole = len(micros) // BLOCK_SIZE * BLOCK_SIZE
+    return np.reshape(micros[:whole], (-1, BLOCK_SIZE)).mean(axis=1).tolist()
