@@ -6,8 +6,9 @@ mod model;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use model::random::Random;
-use model::scheduler::{Events, Limits, SchedulerModel};
+use model::events::Events;
+use model::random::{Random, two_tokens};
+use model::scheduler::{Limits, SchedulerModel};
 use pagedkv_core::{
     CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey, Scheduler, SchedulerConfig,
 };
@@ -69,13 +70,6 @@ struct World {
     model: SchedulerModel,
     num_added: usize,
     ended_plans: Vec<PlanId>,
-    num_refused: u64,
-}
-
-/// `length` tokens of two kinds, by number; most numbers share long prefixes.
-fn two_tokens(length: usize, number: u8) -> Vec<i32> {
-    let bits = [0, 0, 0, 0b1000_0000, 0b0010_0000, 0b0000_1000, 0b0000_0001, number][usize::from(number % 8)];
-    (0..length).map(|i| i32::from(bits >> (i % 8) & 1)).collect()
 }
 
 impl World {
@@ -125,7 +119,6 @@ impl World {
             model: SchedulerModel::new(limits),
             num_added: 0,
             ended_plans: Vec::new(),
-            num_refused: 0,
         }
     }
 
@@ -269,7 +262,7 @@ impl World {
         let error = call(&mut self.scheduler).expect_err("a call that must be refused");
         assert!(is_expected(&error), "{error:?}");
         assert_eq!(format!("{:?}", self.scheduler), before, "a refused call changed something");
-        self.num_refused += 1;
+        self.model.events.note("refused calls", 1);
     }
 
     fn mistake(&mut self, which: u8, target: u8) {
@@ -335,24 +328,9 @@ impl World {
     }
 }
 
-fn sum(total: &mut Events, events: &Events) {
-    total.tokens += events.tokens;
-    total.hit_tokens += events.hit_tokens;
-    total.copies += events.copies;
-    total.forks += events.forks;
-    total.inputs_from_the_plan_before += events.inputs_from_the_plan_before;
-    total.preemptions += events.preemptions;
-    total.undone_plans += events.undone_plans;
-    total.undone_plans_that_had_run += events.undone_plans_that_had_run;
-    total.undone_admissions += events.undone_admissions;
-    total.blocked_plans += events.blocked_plans;
-    total.ignored_tokens += events.ignored_tokens;
-    total.finished_requests += events.finished_requests;
-}
-
 /// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
-fn run_worlds(seed: u64, num_worlds: usize) -> (Events, u64) {
-    let (mut total, mut num_refused) = (Events::default(), 0);
+fn run_worlds(seed: u64, num_worlds: usize) -> Events {
+    let mut total = Events::default();
     for number in 0..num_worlds {
         let mut random = Random::new(seed.wrapping_add(number as u64));
         let mut world = World::numbered(random.next());
@@ -363,30 +341,30 @@ fn run_worlds(seed: u64, num_worlds: usize) -> (Events, u64) {
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| world.drain()));
         assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
-        sum(&mut total, &world.model.events);
-        num_refused += world.num_refused;
+        total.add(&world.model.events);
     }
-    (total, num_refused)
+    total
 }
 
+const WORTH_MEETING: [&str; 14] = [
+    "tokens",
+    "hit tokens",
+    "copies",
+    "forks",
+    "inputs from the plan before",
+    "preemptions",
+    "undone plans",
+    "undone plans that had run",
+    "undone admissions",
+    "blocked plans",
+    "ignored tokens",
+    "finished requests",
+    "refused calls",
+    "admissions",
+];
+
 fn check_volume(seed: u64) {
-    let (events, num_refused) = run_worlds(seed, 2000);
-    let met = [
-        events.tokens,
-        events.hit_tokens,
-        events.copies,
-        events.forks,
-        events.inputs_from_the_plan_before,
-        events.preemptions,
-        events.undone_plans,
-        events.undone_plans_that_had_run,
-        events.undone_admissions,
-        events.blocked_plans,
-        events.ignored_tokens,
-        events.finished_requests,
-        num_refused,
-    ];
-    assert!(met.iter().all(|&count| count >= 100), "too little happens: {events:?}, {num_refused} refused");
+    run_worlds(seed, 2000).assert_met(&WORTH_MEETING, 100);
 }
 
 #[test]

@@ -5,6 +5,7 @@
 #![allow(dead_code, reason = "every test crate includes the whole model and uses its part")]
 
 pub(crate) mod device;
+pub(crate) mod events;
 pub(crate) mod manager;
 pub(crate) mod memory;
 pub(crate) mod random;

@@ -24,3 +24,9 @@ impl Random {
         std::array::from_fn(|_| self.next() as u8)
     }
 }
+
+/// `length` tokens of two kinds, by number; most numbers share long prefixes.
+pub(crate) fn two_tokens(length: usize, number: u8) -> Vec<i32> {
+    let bits = [0, 0, 0, 0b1000_0000, 0b0010_0000, 0b0000_1000, 0b0000_0001, number][usize::from(number % 8)];
+    (0..length).map(|i| i32::from(bits >> (i % 8) & 1)).collect()
+}

@@ -1,0 +1,208 @@
+//! A manager and its model, side by side.
+
+use std::sync::Arc;
+
+use pagedkv_core::{
+    CacheConfig, ComputedBlocks, Error, Identity, ImageSpan, KVCacheManager, PlanId, RootKey, SequenceId,
+};
+
+use crate::command::Command;
+use crate::model::manager::ManagerModel;
+use crate::model::random::two_tokens;
+
+const MOST_SEQUENCES: usize = 6;
+const MOST_PLANS: usize = 3;
+/// Sizes of worlds, by number.
+pub(crate) const NUM_WORLDS: usize = 3 * 16 * 8;
+
+pub(crate) struct World {
+    pub(crate) manager: KVCacheManager,
+    pub(crate) model: ManagerModel,
+    pub(crate) freed: Vec<SequenceId>,
+    pub(crate) ended: Vec<PlanId>,
+    pub(crate) kept: Option<(SequenceId, ComputedBlocks)>,
+}
+
+/// Plain text, mostly.
+pub(crate) fn identity(number: u8) -> Arc<Identity> {
+    let image = |start, len, digest: u8| ImageSpan { start, len, digest: [digest].into() };
+    let (lora_id, cache_salt, images) = match number % 32 {
+        0 => (Some(1), None, vec![]),
+        1 => (None, Some([1, 0, 0, 0, 0, 0, 0, 0].into()), vec![]),
+        2 => (Some(1), Some([1].into()), vec![]),
+        3 => (None, None, vec![image(1, 2, 7)]),
+        4 => (None, None, vec![image(2, 2, 7)]),
+        5 => (None, None, vec![image(1, 2, 8), image(3, 1, 7)]),
+        _ => (None, None, vec![]),
+    };
+    Arc::new(Identity { root: RootKey { lora_id, cache_salt }, images })
+}
+
+impl World {
+    fn new(block_size: usize, num_blocks: usize, caching: bool) -> Self {
+        let config = CacheConfig {
+            block_size: block_size as u32,
+            enable_prefix_caching: caching,
+            ..CacheConfig::new(num_blocks as u32)
+        };
+        Self {
+            manager: KVCacheManager::new(&config).expect("a valid configuration"),
+            model: ManagerModel::new(num_blocks, block_size, caching),
+            freed: Vec::new(),
+            ended: Vec::new(),
+            kept: None,
+        }
+    }
+
+    /// A world of one of the sizes, by number: mostly of 4 to 8 blocks, and with a prefix cache.
+    pub(crate) fn numbered(number: usize) -> Self {
+        let usable = [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8, 8, 8, 8, 8][number / 3 % 16];
+        Self::new(1 + number % 3, 1 + usable, !(number / 48).is_multiple_of(8))
+    }
+
+    pub(crate) fn sequence(&self, number: u8) -> Option<SequenceId> {
+        let len = self.model.sequences.len();
+        (len > 0).then(|| self.model.sequences[usize::from(number) % len].id)
+    }
+
+    pub(crate) fn run(&mut self, command: Command) {
+        match command {
+            Command::Create { length, tokens, identity } => self.create(length, tokens, identity),
+            Command::BeginPlan => self.begin_plan(),
+            Command::RunPlan => self.model.run_next_plan(),
+            Command::Commit => self.commit(),
+            Command::Rollback { plan } => self.rollback(plan),
+            Command::ResetPrefixCache => {
+                self.manager.reset_prefix_cache();
+                self.model.reset_prefix_cache();
+            }
+            Command::Mistake { which, target } => self.mistake(which, target),
+            Command::Append { sequence, .. }
+            | Command::Fork { sequence }
+            | Command::Truncate { sequence, .. }
+            | Command::Free { sequence }
+            | Command::Grow { sequence, .. }
+            | Command::LookUp { sequence }
+            | Command::GrowByKept { sequence, .. } => match self.sequence(sequence) {
+                Some(id) => self.run_on(id, command),
+                None => self.create(sequence, sequence, sequence),
+            },
+        }
+        self.model.check(&self.manager);
+    }
+
+    fn run_on(&mut self, id: SequenceId, command: Command) {
+        match command {
+            Command::Append { length, tokens, .. } => {
+                let tokens = self.model.next_tokens(id, &two_tokens(1 + usize::from(length % 3), tokens));
+                self.manager.append_tokens(id, &tokens).expect("a live sequence");
+                self.model.append_tokens(id, &tokens);
+            }
+            Command::Fork { .. } => self.fork(id),
+            Command::Truncate { length, .. } => self.truncate(id, length),
+            Command::Free { .. } => self.free(id),
+            Command::Grow { length, lookup, .. } => {
+                self.open_plan();
+                let computed = if lookup { self.look_up(id) } else { ComputedBlocks::default() };
+                self.grow(id, length, &computed);
+            }
+            Command::LookUp { .. } => self.kept = Some((id, self.look_up(id))),
+            Command::GrowByKept { length, .. } => self.grow_by_kept(id, length),
+            other => unreachable!("{other:?} concerns no sequence"),
+        }
+    }
+
+    fn create(&mut self, length: u8, tokens: u8, number: u8) {
+        if self.model.sequences.len() == MOST_SEQUENCES {
+            let oldest = self.model.sequences[0].id;
+            return self.free(oldest);
+        }
+        let tokens = two_tokens(1 + usize::from(length) % (4 * self.model.block_size), tokens);
+        let uses_cache = number < 240;
+        let identity = identity(number);
+        let created = self.manager.create(tokens.as_slice().into(), identity.clone(), uses_cache);
+        self.model.create(created.expect("valid arguments"), &tokens, &identity, uses_cache);
+    }
+
+    fn fork(&mut self, id: SequenceId) {
+        if self.model.sequences.len() == MOST_SEQUENCES {
+            return self.free(id);
+        }
+        if self.model.is_idle(id) {
+            let child = self.manager.fork(id).expect("an idle sequence");
+            self.model.fork(id, child);
+        } else {
+            self.refused(Error::SequenceInFlight(id.to_bits()), |manager| manager.fork(id));
+        }
+    }
+
+    fn truncate(&mut self, id: SequenceId, length: u8) {
+        let len = self.model.find(id).tokens.len();
+        let num_tokens = 1 + usize::from(length) % len;
+        if self.model.is_idle(id) {
+            let done = self.manager.truncate(id, num_tokens as u32);
+            done.expect("an idle sequence");
+            self.model.truncate(id, num_tokens);
+        } else {
+            let error = Error::SequenceInFlight(id.to_bits());
+            self.refused(error, |manager| manager.truncate(id, num_tokens as u32));
+        }
+    }
+
+    fn free(&mut self, id: SequenceId) {
+        self.manager.free(id).expect("a live sequence");
+        self.model.free(id);
+        self.freed.push(id);
+    }
+
+    pub(crate) fn begin_plan(&mut self) {
+        if self.model.in_flight().count() == MOST_PLANS {
+            return self.commit();
+        }
+        let plan = self.manager.begin_plan();
+        self.model.begin_plan(plan);
+    }
+
+    fn commit(&mut self) {
+        let Some(plan) = self.model.oldest_plan() else {
+            return self.begin_plan();
+        };
+        // The device runs the plan at the latest now.
+        self.manager.commit(plan).expect("the oldest plan");
+        self.model.commit();
+        self.ended.push(plan);
+    }
+
+    fn rollback(&mut self, number: u8) {
+        let plans: Vec<_> = self.model.in_flight().collect();
+        if plans.is_empty() {
+            return self.begin_plan();
+        }
+        let first = usize::from(number) % plans.len();
+        self.manager.rollback(plans[first]).expect("a plan in flight");
+        self.model.rollback(plans[first]);
+        self.ended.extend(&plans[first..]);
+    }
+
+    pub(crate) fn digest(&self) -> String {
+        format!("{:?}", self.manager)
+    }
+
+    /// Ends and frees everything: nothing may be left over.
+    pub(crate) fn drain(&mut self, rolls_back: bool) {
+        while let Some(plan) = self.model.oldest_plan() {
+            if rolls_back {
+                self.rollback(0);
+            } else {
+                self.commit();
+            }
+            assert!(self.model.in_flight().all(|other| other != plan));
+            self.model.check(&self.manager);
+        }
+        while let Some(id) = self.sequence(0) {
+            self.free(id);
+            self.model.check(&self.manager);
+        }
+        self.model.check_empty(&self.manager);
+    }
+}

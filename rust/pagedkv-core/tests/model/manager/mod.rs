@@ -1,0 +1,339 @@
+//! The naive `KVCacheManager`: every rule by its definition, by scanning everything.
+//!
+//! Which physical block is handed out is the manager's choice; the model follows it and asks whether it was allowed.
+//! Everything else (lookups, copies, whether there is room, counts) the model predicts.
+
+mod growth;
+mod laws;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use pagedkv_core::{BlockId, BlockState, Identity, KVCacheManager, PlanId, SequenceId};
+
+use super::events::Events;
+use super::memory::{Histories, History, Memory};
+
+#[derive(Clone, Debug)]
+pub(crate) struct Sequence {
+    pub(crate) id: SequenceId,
+    identity: Arc<Identity>,
+    uses_cache: bool,
+    /// Times that the cache had been reset when the sequence last started without blocks.
+    generation: u32,
+    pub(crate) tokens: Vec<i32>,
+    /// What the device finds out for scheduled positions whose tokens nobody knows yet.
+    coming: Vec<i32>,
+    /// Of the tokens, known and coming.
+    histories: Vec<History>,
+    pub(crate) table: Vec<usize>,
+    pub(crate) num_computed: usize,
+    pub(crate) num_scheduled: usize,
+    /// Full blocks that the cache knows.
+    num_registered: usize,
+    /// Whether its last block may hold more than it kept: it was cut, or is the fork of one that was.
+    is_cut: bool,
+}
+
+/// One growth in a plan, as the device will see it, whatever becomes of the sequence.
+#[derive(Clone, Debug)]
+struct Growth {
+    sequence: SequenceId,
+    before: usize,
+    was_cut: bool,
+    after: usize,
+    histories: Vec<History>,
+    table: Vec<usize>,
+    copy: Option<(usize, usize)>,
+    writes: Vec<(usize, History)>,
+}
+
+#[derive(Debug)]
+struct Plan {
+    id: PlanId,
+    growths: Vec<Growth>,
+    ran: bool,
+}
+
+/// What the cache says of a block: it holds the last tokens of this history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Entry {
+    history: History,
+    generation: u32,
+    /// The plan that will have computed it; `None` once it has.
+    filling: Option<PlanId>,
+}
+
+#[derive(Debug)]
+pub(crate) struct ManagerModel {
+    pub(crate) block_size: usize,
+    caching: bool,
+    generation: u32,
+    pub(crate) sequences: Vec<Sequence>,
+    plans: VecDeque<Plan>,
+    entries: Vec<Option<Entry>>,
+    /// Whether a plan in flight, or one that was rolled back with an older one still in flight, ever named the block.
+    recently_named: Vec<bool>,
+    histories: Histories,
+    memory: Memory,
+    num_evictions: u64,
+    pub(crate) events: Events,
+}
+
+fn index(block: BlockId) -> usize {
+    block.get() as usize
+}
+
+/// Where every block was before a call.
+pub(crate) fn states(manager: &KVCacheManager) -> Vec<BlockState> {
+    let blocks = 1..manager.pool().num_blocks();
+    let state = |block| manager.pool().state(BlockId::new(block)).expect("a block of the pool");
+    std::iter::once(BlockState::Null).chain(blocks.map(state)).collect()
+}
+
+impl ManagerModel {
+    pub(crate) fn new(num_blocks: usize, block_size: usize, caching: bool) -> Self {
+        Self {
+            block_size,
+            caching,
+            generation: 0,
+            sequences: Vec::new(),
+            plans: VecDeque::new(),
+            entries: vec![None; num_blocks],
+            recently_named: vec![false; num_blocks],
+            histories: Histories::default(),
+            memory: Memory::new(num_blocks, block_size),
+            num_evictions: 0,
+            events: Events::default(),
+        }
+    }
+
+    pub(crate) fn find(&self, id: SequenceId) -> &Sequence {
+        let found = self.sequences.iter().find(|sequence| sequence.id == id);
+        found.expect("a live sequence")
+    }
+
+    fn position(&self, id: SequenceId) -> Option<usize> {
+        self.sequences.iter().position(|sequence| sequence.id == id)
+    }
+
+    fn find_mut(&mut self, id: SequenceId) -> &mut Sequence {
+        let position = self.position(id).expect("a live sequence");
+        &mut self.sequences[position]
+    }
+
+    pub(crate) fn in_flight(&self) -> impl Iterator<Item = PlanId> {
+        self.plans.iter().map(|plan| plan.id)
+    }
+
+    pub(crate) fn oldest_plan(&self) -> Option<PlanId> {
+        self.in_flight().next()
+    }
+
+    pub(crate) fn is_idle(&self, id: SequenceId) -> bool {
+        let mut growths = self.plans.iter().flat_map(|plan| &plan.growths);
+        growths.all(|growth| growth.sequence != id)
+    }
+
+    pub(crate) fn create(&mut self, id: SequenceId, tokens: &[i32], identity: &Arc<Identity>, uses_cache: bool) {
+        self.sequences.push(Sequence {
+            id,
+            identity: identity.clone(),
+            uses_cache: uses_cache && self.caching,
+            generation: self.generation,
+            tokens: tokens.to_vec(),
+            coming: Vec::new(),
+            histories: Vec::new(),
+            table: Vec::new(),
+            num_computed: 0,
+            num_scheduled: 0,
+            num_registered: 0,
+            is_cut: false,
+        });
+        self.remember(id);
+    }
+
+    /// The tokens that a caller may append: those that the device will have found out come first.
+    pub(crate) fn next_tokens(&self, id: SequenceId, wanted: &[i32]) -> Vec<i32> {
+        let coming = &self.find(id).coming;
+        let free = wanted.iter().skip(coming.len());
+        coming.iter().chain(free).take(wanted.len()).copied().collect()
+    }
+
+    pub(crate) fn append_tokens(&mut self, id: SequenceId, tokens: &[i32]) {
+        let sequence = self.find_mut(id);
+        sequence.tokens.extend(tokens);
+        let known = tokens.len().min(sequence.coming.len());
+        sequence.coming.drain(..known);
+        self.remember(id);
+        self.register(id);
+    }
+
+    pub(crate) fn fork(&mut self, parent: SequenceId, child: SequenceId) {
+        let forked = Sequence { id: child, ..self.find(parent).clone() };
+        self.sequences.push(forked);
+        // What the device found out for the parent is the parent's own.
+        let known = self.find(child).tokens.len();
+        self.cut(child, known);
+    }
+
+    pub(crate) fn truncate(&mut self, id: SequenceId, num_tokens: usize) {
+        self.find_mut(id).tokens.truncate(num_tokens);
+        self.cut(id, num_tokens);
+    }
+
+    fn cut(&mut self, id: SequenceId, num_tokens: usize) {
+        let sequence = self.find_mut(id);
+        sequence.is_cut |= num_tokens < sequence.num_scheduled;
+        self.shrink(id, num_tokens);
+    }
+
+    pub(crate) fn free(&mut self, id: SequenceId) {
+        self.shrink(id, 0);
+        self.sequences.retain(|sequence| sequence.id != id);
+    }
+
+    pub(crate) fn reset_prefix_cache(&mut self) {
+        self.generation += 1;
+        for sequence in &mut self.sequences {
+            if sequence.num_scheduled == 0 {
+                sequence.generation = self.generation;
+            }
+        }
+    }
+
+    pub(crate) fn begin_plan(&mut self, id: PlanId) {
+        self.plans.push_back(Plan { id, growths: Vec::new(), ran: false });
+    }
+
+    /// Runs the oldest plan that has not run, if there is one.
+    pub(crate) fn run_next_plan(&mut self) {
+        let Some(plan) = self.plans.iter_mut().find(|plan| !plan.ran) else {
+            return;
+        };
+        plan.ran = true;
+        let copies: Vec<_> = plan.growths.iter().filter_map(|growth| growth.copy).collect();
+        let writes: Vec<_> = plan.growths.iter().flat_map(|growth| growth.writes.clone()).collect();
+        self.memory.run(&copies, &writes);
+        for growth in &plan.growths {
+            for (position, &history) in growth.histories.iter().enumerate() {
+                let read = self.memory.read(&growth.table, position);
+                let own = read == Some(history);
+                assert!(own, "{:?} reads another's token at {position}: {growth:?}", growth.sequence);
+            }
+        }
+    }
+
+    pub(crate) fn num_plans_to_run(&self) -> usize {
+        self.plans.iter().filter(|plan| !plan.ran).count()
+    }
+
+    pub(crate) fn commit(&mut self) {
+        if self.plans.front().is_some_and(|plan| !plan.ran) {
+            self.run_next_plan();
+        }
+        let plan = self.plans.pop_front().expect("a plan is in flight");
+        for growth in &plan.growths {
+            if let Some(position) = self.position(growth.sequence) {
+                self.sequences[position].num_computed = growth.after;
+            }
+        }
+        for entry in self.entries.iter_mut().flatten() {
+            if entry.filling == Some(plan.id) {
+                entry.filling = None;
+            }
+        }
+        self.forget_old_names();
+    }
+
+    /// Undoes the plan and all behind it.
+    pub(crate) fn rollback(&mut self, id: PlanId) {
+        while self.plans.back().is_some_and(|plan| plan.id >= id) {
+            let plan = self.plans.pop_back().expect("there is one");
+            for growth in plan.growths.iter().rev() {
+                self.events.note("undone growths", 1);
+                self.events.note("undone after running", u64::from(plan.ran));
+                if self.position(growth.sequence).is_none() {
+                    continue;
+                }
+                self.shrink(growth.sequence, growth.before);
+                self.find_mut(growth.sequence).is_cut = growth.was_cut;
+                if let Some((source, _)) = growth.copy {
+                    *self.find_mut(growth.sequence).table.last_mut().expect("a tail") = source;
+                }
+                self.remember(growth.sequence);
+            }
+            for entry in &mut self.entries {
+                *entry = entry.filter(|entry| entry.filling != Some(plan.id));
+            }
+        }
+        self.forget_old_names();
+    }
+
+    fn num_holders(&self, block: usize) -> usize {
+        let held = self.sequences.iter().flat_map(|sequence| &sequence.table);
+        held.filter(|&&held| held == block).count()
+    }
+
+    fn is_named(&self, block: usize) -> bool {
+        let mut growths = self.plans.iter().flat_map(|plan| &plan.growths);
+        growths.any(|growth| named(growth).any(|named| named == block))
+    }
+
+    fn forget_old_names(&mut self) {
+        if self.plans.is_empty() {
+            self.recently_named.fill(false);
+        }
+    }
+
+    fn remember(&mut self, id: SequenceId) {
+        let position = self.position(id).expect("a live sequence");
+        let sequence = &mut self.sequences[position];
+        let unknown = sequence.num_scheduled.saturating_sub(sequence.tokens.len());
+        sequence.coming.truncate(unknown);
+        let tokens = sequence.tokens.iter().chain(&sequence.coming).copied();
+        sequence.histories = self.histories.of_tokens(&sequence.identity, tokens);
+    }
+
+    /// Tells the cache of every block that is, or is about to be, full of known tokens.
+    fn register(&mut self, id: SequenceId) {
+        let plans = &self.plans;
+        let sequence = self.sequences.iter_mut().find(|sequence| sequence.id == id);
+        let sequence = sequence.expect("a live sequence");
+        if !sequence.uses_cache {
+            return;
+        }
+        let full = sequence.num_scheduled.min(sequence.tokens.len()) / self.block_size;
+        for column in sequence.num_registered..full {
+            let end = (column + 1) * self.block_size;
+            let mut growths = plans.iter().flat_map(|plan| plan.growths.iter().map(move |growth| (plan, growth)));
+            let filling = growths.find(|(_, growth)| growth.sequence == id && end <= growth.after);
+            self.entries[sequence.table[column]] = Some(Entry {
+                history: sequence.histories[end - 1],
+                generation: sequence.generation,
+                filling: filling.filter(|_| end > sequence.num_computed).map(|(plan, _)| plan.id),
+            });
+        }
+        sequence.num_registered = sequence.num_registered.max(full);
+    }
+
+    fn shrink(&mut self, id: SequenceId, num_tokens: usize) {
+        let block_size = self.block_size;
+        let generation = self.generation;
+        let sequence = self.find_mut(id);
+        sequence.num_scheduled = sequence.num_scheduled.min(num_tokens);
+        sequence.num_computed = sequence.num_computed.min(num_tokens);
+        sequence.table.truncate(sequence.num_scheduled.div_ceil(block_size));
+        sequence.num_registered = sequence.num_registered.min(sequence.num_scheduled / block_size);
+        if sequence.num_scheduled == 0 {
+            sequence.generation = generation;
+        }
+        self.remember(id);
+    }
+}
+
+/// The blocks that a plan names by a growth.
+fn named(growth: &Growth) -> impl Iterator<Item = usize> {
+    let copied = growth.copy.into_iter().flat_map(|(source, target)| [source, target]);
+    growth.table.iter().copied().chain(copied)
+}

@@ -1,0 +1,143 @@
+//! What every plan must keep to, and what must hold after every command.
+
+use pagedkv_core::step_plan::Field;
+use pagedkv_core::{Handle, Policy, Scheduler, StepPlan};
+
+use super::{Entry, Request, SchedulerModel};
+
+impl SchedulerModel {
+    /// A row has one owner in a plan, and the same one in all plans in flight.
+    pub(super) fn check_rows(&mut self, entries: &[Entry]) {
+        for (i, entry) in entries.iter().enumerate() {
+            assert!((entry.row as usize) < self.limits.max_num_seqs, "row {}", entry.row);
+            assert!(entries[i + 1..].iter().all(|other| other.row != entry.row), "row {} has two owners", entry.row);
+            for other in self.plans.iter().flat_map(|plan| &plan.entries) {
+                let same = other.row != entry.row || other.handle == entry.handle;
+                assert!(same, "row {} changed hands while a plan in flight names it", entry.row);
+            }
+        }
+    }
+
+    pub(super) fn check_limits(&mut self, plan: &StepPlan, entries: &[Entry]) {
+        let num_tokens = plan.sizes().num_tokens as usize;
+        assert!(num_tokens <= self.limits.max_num_batched_tokens, "{num_tokens} tokens");
+        let num_seats: usize = self.residents().map(|request| request.live().count()).sum();
+        assert!(num_seats <= self.limits.max_num_seqs, "{num_seats} seats");
+        let lengths = plan.i32s(Field::QueryStartLoc).windows(2).map(|pair| pair[1] - pair[0]);
+        assert!(lengths.is_sorted_by_key(|length| length > 1), "decodes come first");
+        let from_before = plan.i32s(Field::InputFrom).iter().filter(|&&from| from >= 0).count();
+        self.events.note("inputs from the plan before", from_before as u64);
+        if entries.is_empty() {
+            assert!(
+                plan.sizes().num_samples == 0 && plan.i32s(Field::Copies).is_empty(),
+                "an empty plan does something"
+            );
+        }
+    }
+
+    /// An admission beside running requests leaves room for all that they and it know, and the watermark; and first come,
+    /// first served, it leaves nobody waiting who came before.
+    pub(super) fn check_admissions(&self, scheduler: &Scheduler, entries: &[Entry], residents_before: &[Handle]) {
+        let Some(last) = entries.iter().filter(|entry| entry.is_admission).map(|entry| entry.handle).max() else {
+            return;
+        };
+        if self.limits.policy != Policy::Fcfs {
+            return;
+        }
+        let passed_over = self.requests.iter().find(|other| other.handle < last && !other.is_resident);
+        assert!(passed_over.is_none(), "{last:?} is admitted before {passed_over:?}");
+        let first = self.residents().next().expect("the admitted one is resident");
+        if residents_before.is_empty() || first.handle == last {
+            return;
+        }
+        let block_size = self.limits.block_size;
+        let still_needed = |request: &Request| -> usize {
+            let of_sequence = |sample| {
+                let num_scheduled = request.num_scheduled(sample);
+                let end = num_scheduled + self.num_wanted(request, sample);
+                end.div_ceil(block_size) - num_scheduled.div_ceil(block_size)
+            };
+            request.sequences().into_iter().map(of_sequence).sum()
+        };
+        let needed: usize = self.residents().map(still_needed).sum();
+        let available = scheduler.manager().pool().num_available() as usize;
+        let left = available.checked_sub(self.limits.watermark_blocks);
+        assert!(left >= Some(needed), "{last:?} is admitted, {needed} blocks are needed and {available} available");
+    }
+
+    /// If work fits it is planned.
+    pub(super) fn check_blocked(&mut self, plan: &StepPlan, entries: &[Entry]) {
+        if entries.is_empty() && !self.requests.is_empty() {
+            let blocked_on = plan.blocked_on().expect("an empty plan while there is work, and nothing to wait for");
+            assert!(self.in_flight().contains(&blocked_on), "{blocked_on:?} is not in flight");
+            self.events.note("blocked plans", 1);
+        } else {
+            assert_eq!(plan.blocked_on(), None);
+        }
+    }
+
+    /// First come, first served, the oldest always progresses, and whoever comes next runs if it fits.
+    pub(super) fn check_progress(&self, scheduler: &Scheduler, plan: &StepPlan, entries: &[Entry]) {
+        if self.limits.policy != Policy::Fcfs {
+            return;
+        }
+        if let (Some(oldest), true) = (self.requests.first(), self.plans.is_empty()) {
+            let progresses = entries.iter().any(|entry| entry.handle == oldest.handle);
+            assert!(progresses, "the oldest request waits, and no plan is in flight");
+        }
+        let budget_left = self.limits.max_num_batched_tokens - plan.sizes().num_tokens as usize;
+        if budget_left > 0 && !self.limits.cuts_chunks && scheduler.manager().pool().num_available() > 0 {
+            // One token takes one block at the most, so whoever is the first that does not run wants more than that.
+            let runs = |request: &Request, sample| {
+                entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample)
+            };
+            let mut sequences = self.residents().flat_map(|request| {
+                request.sequences().into_iter().map(move |sample| (request, sample, self.num_wanted(request, sample)))
+            });
+            let waits = sequences.find(|&(request, sample, wanted)| wanted > 0 && !runs(request, sample));
+            assert!(waits.is_none_or(|(_, _, wanted)| wanted > 1), "{waits:?} could run");
+        }
+    }
+
+    /// Tokens of a sequence that could run in this plan: it does not wait for a commit, and what it draws from was drawn
+    /// by the plan before.
+    fn num_wanted(&self, request: &Request, sample: usize) -> usize {
+        let previous = self.plans.back().map(|plan| plan.arrays.id());
+        let mut in_flight = self.plans.iter().flat_map(|plan| &plan.entries);
+        if request.asked.needs_commit && in_flight.any(|entry| entry.handle == request.handle) {
+            return 0;
+        }
+        let pending = &request.samples[sample].pending;
+        let unknown = if request.has_parted && pending.last().is_some_and(|last| Some(last.plan) != previous) {
+            pending.len()
+        } else {
+            0
+        };
+        let limit = request.limit(sample).min(request.tokens(sample).len() - unknown);
+        limit.saturating_sub(request.num_scheduled(sample))
+    }
+
+    pub(crate) fn check(&self, scheduler: &Scheduler) {
+        scheduler.check_integrity().unwrap_or_else(|broken| panic!("{broken}"));
+        let num_resident = self.residents().count();
+        assert_eq!(scheduler.num_unfinished_requests(), self.requests.len());
+        assert_eq!(scheduler.num_requests(), (num_resident, self.requests.len() - num_resident));
+        assert_eq!(scheduler.num_preemptions(), self.num_preemptions);
+        let sequences = self.residents().flat_map(|request| {
+            request.sequences().into_iter().map(|sample| (request.handle, sample, request.num_scheduled(sample)))
+        });
+        for (handle, sample, num_scheduled) in sequences {
+            let table = scheduler.block_table(handle, sample as u32).expect("a live sample");
+            let num_blocks = table.map_or(0, <[_]>::len);
+            assert_eq!(num_blocks, num_scheduled.div_ceil(self.limits.block_size), "blocks of {handle:?} {sample}");
+        }
+    }
+
+    /// With all requests over and all plans ended, the whole pool is there again and nobody sits anywhere.
+    pub(crate) fn check_empty(&self, scheduler: &Scheduler) {
+        assert!(self.requests.is_empty() && self.plans.is_empty());
+        assert!(scheduler.manager().usage().abs() < 1e-9, "blocks are lost");
+        assert_eq!(scheduler.manager().num_sequences(), 0);
+        assert_eq!(self.device.num_seats(), 0, "somebody was never said to have left");
+    }
+}

@@ -1,0 +1,277 @@
+//! The naive `Scheduler`: it does not choose what to run, but knows what every choice must keep to and what follows from
+//! it, and it runs each plan on a device that knows only the plan's arrays.
+
+mod laws;
+mod preemption;
+mod request;
+mod schedule;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use pagedkv_core::{FinishReason, FinishedRequest, Fork, Handle, NewRequest, PlanId, Policy, StepPlan, StepResult};
+
+use super::device::{Device, Expected};
+use super::events::Events;
+use super::memory::Histories;
+pub(crate) use request::Request;
+use request::Sample;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) policy: Policy,
+    /// Whether chunks end before the budget does.
+    pub(crate) cuts_chunks: bool,
+    pub(crate) watermark_blocks: usize,
+    pub(crate) block_size: usize,
+    pub(crate) usable_blocks: usize,
+    pub(crate) max_num_seqs: usize,
+    pub(crate) max_num_batched_tokens: usize,
+    pub(crate) max_model_len: usize,
+    pub(crate) max_plans_in_flight: usize,
+}
+
+/// A sequence in a plan.
+#[derive(Clone, Debug)]
+struct Entry {
+    handle: Handle,
+    sample: usize,
+    row: i32,
+    residence: u32,
+    before: usize,
+    end: usize,
+    num_hit_tokens: usize,
+    is_admission: bool,
+    completes_prompt: bool,
+    /// The samples that get a token.
+    drawn: Vec<usize>,
+    expected: Expected,
+}
+
+#[derive(Debug)]
+struct Plan {
+    arrays: StepPlan,
+    entries: Vec<Entry>,
+    /// What the model samples.
+    tokens: Vec<i32>,
+    /// What the plan before samples.
+    tokens_before: Vec<i32>,
+    /// The host's view of the tables.
+    tables: Vec<Vec<i32>>,
+    has_run: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct SchedulerModel {
+    pub(crate) limits: Limits,
+    pub(crate) requests: Vec<Request>,
+    aborts: Vec<(Handle, Option<usize>)>,
+    plans: VecDeque<Plan>,
+    device: Device,
+    histories: Histories,
+    /// Blocks that were available, or fenced, before the plan was made.
+    num_blocks_before: usize,
+    num_preemptions: u64,
+    pub(crate) events: Events,
+}
+
+impl SchedulerModel {
+    pub(crate) fn new(limits: Limits) -> Self {
+        let num_columns = limits.max_model_len.div_ceil(limits.block_size);
+        Self {
+            limits,
+            requests: Vec::new(),
+            aborts: Vec::new(),
+            plans: VecDeque::new(),
+            device: Device::new(limits.usable_blocks + 1, limits.block_size, limits.max_num_seqs, num_columns),
+            histories: Histories::default(),
+            num_blocks_before: 0,
+            num_preemptions: 0,
+            events: Events::default(),
+        }
+    }
+
+    pub(crate) fn in_flight(&self) -> Vec<PlanId> {
+        self.plans.iter().map(|plan| plan.arrays.id()).collect()
+    }
+
+    pub(crate) fn tokens_of_the_oldest_plan(&self) -> Option<(PlanId, Vec<i32>)> {
+        self.plans.front().map(|plan| (plan.arrays.id(), plan.tokens.clone()))
+    }
+
+    fn position(&self, handle: Handle) -> Option<usize> {
+        self.requests.iter().position(|request| request.handle == handle)
+    }
+
+    fn find_mut(&mut self, handle: Handle) -> Option<&mut Request> {
+        self.requests.iter_mut().find(|request| request.handle == handle)
+    }
+
+    /// Blocks that the request needs at its longest.
+    pub(crate) fn num_blocks_needed(&self, request: &NewRequest) -> usize {
+        let block_size = self.limits.block_size;
+        let prompt_len = request.prompt_token_ids.len();
+        let longest = prompt_len + request.max_tokens as usize - 1;
+        let shared = prompt_len / block_size;
+        shared + request.n as usize * (longest.div_ceil(block_size) - shared)
+    }
+
+    pub(crate) fn add_request(&mut self, handle: Handle, request: &Arc<NewRequest>) {
+        assert!(self.requests.iter().all(|other| other.handle < handle), "handles rise");
+        self.requests.push(Request {
+            handle,
+            asked: request.clone(),
+            samples: vec![Sample::default(); request.n as usize],
+            is_resident: false,
+            residence: 0,
+            has_parted: false,
+            num_prompt_scheduled: 0,
+            num_preemptions: 0,
+            num_cached_tokens: 0,
+        });
+    }
+
+    pub(crate) fn abort(&mut self, handle: Handle, sample: Option<usize>) {
+        self.aborts.push((handle, sample));
+    }
+
+    /// The aborts take effect.
+    pub(crate) fn drain_aborts(&mut self) {
+        for (handle, sample) in std::mem::take(&mut self.aborts) {
+            let n = self.find_mut(handle).map_or(0, |request| request.samples.len());
+            for number in (0..n).filter(|&number| sample.is_none_or(|only| only == number)) {
+                self.finish(handle, number);
+            }
+        }
+    }
+
+    /// Ends a sample, and the request with the last one; answers whether it was the last one.
+    pub(crate) fn finish(&mut self, handle: Handle, sample: usize) -> bool {
+        let Some(position) = self.position(handle) else {
+            return false;
+        };
+        self.requests[position].samples[sample].is_over = true;
+        let is_over = self.requests[position].live().next().is_none();
+        if is_over {
+            self.requests.remove(position);
+        }
+        is_over
+    }
+
+    fn residents(&self) -> impl Iterator<Item = &Request> {
+        self.requests.iter().filter(|request| request.is_resident)
+    }
+
+    /// Runs the oldest plan that has not run, if there is one.
+    pub(crate) fn run_next_plan(&mut self) {
+        let Some(plan) = self.plans.iter_mut().find(|plan| !plan.has_run) else {
+            return;
+        };
+        plan.has_run = true;
+        let sequences: Vec<_> = plan.entries.iter().map(|entry| entry.expected.clone()).collect();
+        self.device.run(&plan.arrays, &plan.tokens_before, &sequences);
+        for (s, table) in plan.tables.iter().enumerate() {
+            assert_eq!(&self.device.row(&plan.arrays, s), table, "the device's table and the host's");
+        }
+    }
+
+    /// Ends the oldest plan; answers what the scheduler must answer.
+    pub(crate) fn commit(&mut self) -> StepResult {
+        if self.plans.front().is_some_and(|plan| !plan.has_run) {
+            self.run_next_plan();
+        }
+        self.drain_aborts();
+        let plan = self.plans.pop_front().expect("a plan is in flight");
+        let mut result = StepResult::default();
+        let mut tokens = plan.tokens.iter();
+        for entry in &plan.entries {
+            self.part(entry, &mut result);
+            for (&sample, &token) in entry.drawn.iter().zip(&mut tokens) {
+                self.take_token(plan.arrays.id(), entry.handle, sample, token, &mut result);
+            }
+        }
+        self.events.note("ignored tokens", u64::from(result.num_ignored));
+        self.events.note("forks", result.forked.len() as u64);
+        self.events.note("finished requests", result.finished.len() as u64);
+        result
+    }
+
+    fn part(&mut self, entry: &Entry, result: &mut StepResult) {
+        let Some(request) = self.find_mut(entry.handle).filter(|request| request.residence == entry.residence) else {
+            return;
+        };
+        if !entry.completes_prompt {
+            return;
+        }
+        request.has_parted = true;
+        let live: Vec<usize> = request.live().collect();
+        for &sample in &live {
+            request.samples[sample].num_scheduled = request.prompt_len();
+        }
+        let fork = |&child: &usize| Fork { handle: entry.handle, parent: live[0] as u32, child: child as u32 };
+        result.forked.extend(live[1..].iter().map(fork));
+    }
+
+    fn take_token(&mut self, plan: PlanId, handle: Handle, sample: usize, token: i32, result: &mut StepResult) {
+        let Some(request) = self.find_mut(handle).filter(|request| !request.samples[sample].is_over) else {
+            result.num_ignored += 1;
+            return;
+        };
+        let asked = request.asked.clone();
+        let found = &mut request.samples[sample];
+        let pending = found.pending.remove(0);
+        assert_eq!((pending.plan, pending.token), (plan, token));
+        found.outputs.push(token);
+        let num_outputs = found.outputs.len();
+        let stops = asked.stop_token_ids.contains(&token) && num_outputs >= asked.min_tokens as usize;
+        let reason = if stops {
+            Some(FinishReason::Stop)
+        } else {
+            (num_outputs == asked.max_tokens as usize).then_some(FinishReason::Length)
+        };
+        let finished = FinishedRequest {
+            handle,
+            request_id: asked.request_id.clone(),
+            num_cached_tokens: request.num_cached_tokens as u32,
+            num_preemptions: request.num_preemptions,
+        };
+        result.handles.push(handle.get());
+        result.sequence.push(sample as i32);
+        result.num_new_tokens.push(1);
+        result.finish_reason.push(reason.map_or(0, |reason| reason as i8));
+        if reason.is_some() && self.finish(handle, sample) {
+            result.finished.push(finished);
+        }
+    }
+
+    pub(crate) fn rollback(&mut self, id: PlanId) {
+        self.drain_aborts();
+        while self.plans.back().is_some_and(|plan| plan.arrays.id() >= id) {
+            let plan = self.plans.pop_back().expect("there is one");
+            self.events.note("undone plans", 1);
+            if plan.has_run {
+                self.events.note("undone plans that had run", 1);
+                self.device.undo_seats(&plan.arrays);
+            }
+            for entry in plan.entries.iter().rev() {
+                let Some(request) = self.find_mut(entry.handle) else {
+                    continue;
+                };
+                for sample in &mut request.samples {
+                    sample.pending.retain(|pending| pending.plan != plan.arrays.id());
+                }
+                if request.residence != entry.residence {
+                    continue;
+                }
+                request.set_num_scheduled(entry.sample, entry.before);
+                if request.num_preemptions == 0 {
+                    request.num_cached_tokens -= entry.num_hit_tokens;
+                }
+                if entry.is_admission {
+                    request.leave();
+                    self.events.note("undone admissions", 1);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! What the model knows of a request.
+
+use std::sync::Arc;
+
+use pagedkv_core::{Handle, NewRequest, PlanId};
+
+/// A token that a plan in flight samples.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pending {
+    pub(super) plan: PlanId,
+    pub(super) index: usize,
+    pub(super) token: i32,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sample {
+    pub(super) outputs: Vec<i32>,
+    pub(super) pending: Vec<Pending>,
+    pub(super) is_over: bool,
+    pub(super) num_scheduled: usize,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Request {
+    pub(crate) handle: Handle,
+    pub(super) asked: Arc<NewRequest>,
+    pub(super) samples: Vec<Sample>,
+    pub(super) is_resident: bool,
+    /// Rises whenever the request loses its blocks.
+    pub(super) residence: u32,
+    /// Whether each sample is a sequence; before, one computes the prompt for all.
+    pub(super) has_parted: bool,
+    pub(super) num_prompt_scheduled: usize,
+    pub(super) num_preemptions: u32,
+    pub(super) num_cached_tokens: usize,
+}
+
+impl Request {
+    pub(super) fn live(&self) -> impl Iterator<Item = usize> {
+        (0..self.samples.len()).filter(|&sample| !self.samples[sample].is_over)
+    }
+
+    pub(crate) fn num_samples(&self) -> usize {
+        self.samples.len()
+    }
+
+    pub(crate) fn request_id(&self) -> &str {
+        &self.asked.request_id
+    }
+
+    /// Tokens that all samples can come to.
+    pub(crate) fn most_tokens(&self) -> usize {
+        self.samples.len() * (self.prompt_len() + self.asked.max_tokens as usize)
+    }
+
+    pub(super) fn prompt_len(&self) -> usize {
+        self.asked.prompt_token_ids.len()
+    }
+
+    /// The prompt, what was sampled, and what plans in flight sample.
+    pub(super) fn tokens(&self, sample: usize) -> Vec<i32> {
+        let Sample { outputs, pending, .. } = &self.samples[sample];
+        let pending = pending.iter().map(|pending| pending.token);
+        self.asked.prompt_token_ids.iter().chain(outputs).copied().chain(pending).collect()
+    }
+
+    pub(super) fn num_scheduled(&self, sample: usize) -> usize {
+        if self.has_parted { self.samples[sample].num_scheduled } else { self.num_prompt_scheduled }
+    }
+
+    pub(super) fn set_num_scheduled(&mut self, sample: usize, num_tokens: usize) {
+        if self.has_parted {
+            self.samples[sample].num_scheduled = num_tokens;
+        } else {
+            self.num_prompt_scheduled = num_tokens;
+        }
+    }
+
+    /// Tokens of the sample that can be computed now.
+    pub(super) fn limit(&self, sample: usize) -> usize {
+        if self.has_parted {
+            let longest = self.prompt_len() + self.asked.max_tokens as usize - 1;
+            self.tokens(sample).len().min(longest)
+        } else {
+            self.prompt_len()
+        }
+    }
+
+    /// The samples whose sequences can be planned.
+    pub(super) fn sequences(&self) -> Vec<usize> {
+        if self.has_parted { self.live().collect() } else { self.live().take(1).collect() }
+    }
+
+    pub(super) fn leave(&mut self) {
+        self.is_resident = false;
+        self.residence += 1;
+        self.has_parted = false;
+        self.num_prompt_scheduled = 0;
+        self.samples.iter_mut().for_each(|sample| sample.num_scheduled = 0);
+    }
+}

@@ -1,0 +1,158 @@
+//! Following a plan that `schedule` made, sequence by sequence.
+
+use pagedkv_core::step_plan::Field;
+use pagedkv_core::{Handle, PlanId, Scheduler, StepPlan};
+
+use super::request::{Pending, Request};
+use super::{Entry, Expected, Plan, SchedulerModel};
+
+impl SchedulerModel {
+    /// Judges a plan that `schedule` made; `token` gives the tokens that will be sampled.
+    pub(crate) fn schedule(&mut self, scheduler: &Scheduler, plan: StepPlan, mut token: impl FnMut() -> i32) {
+        let sizes = plan.sizes();
+        let residents_before: Vec<Handle> = self.residents().map(|request| request.handle).collect();
+        self.follow_preemptions(scheduler, &plan);
+        let tokens: Vec<i32> = (0..sizes.num_samples).map(|_| token()).collect();
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut drawn = 0;
+        for s in 0..sizes.num_sequences as usize {
+            let entry = self.enter(&plan, s, &entries);
+            drawn += entry.drawn.len();
+            entries.push(entry);
+        }
+        assert_eq!(drawn, tokens.len(), "one token per sample");
+        self.check_rows(&entries);
+        self.check_admissions(scheduler, &entries, &residents_before);
+        self.check_blocked(&plan, &entries);
+        self.check_progress(scheduler, &plan, &entries);
+        let mut index = 0;
+        for entry in &entries {
+            let request = self.find_mut(entry.handle).expect("planned requests live");
+            for &sample in &entry.drawn {
+                request.samples[sample].pending.push(Pending { plan: plan.id(), index, token: tokens[index] });
+                index += 1;
+            }
+        }
+        self.check_limits(&plan, &entries);
+        let tables = self.tables(scheduler, &plan);
+        let tokens_before = self.plans.back().map_or(Vec::new(), |before| before.tokens.clone());
+        self.events.note("tokens", u64::from(sizes.num_tokens));
+        self.events.note("copies", plan.i32s(Field::Copies).len() as u64 / 2);
+        self.plans.push_back(Plan { arrays: plan, entries, tokens, tokens_before, tables, has_run: false });
+    }
+
+    /// Follows one sequence of a plan into it.
+    fn enter(&mut self, plan: &StepPlan, s: usize, entries: &[Entry]) -> Entry {
+        let handle = Handle::new(plan.i64s(Field::Handles)[s]);
+        let sample = plan.i32s(Field::Sequence)[s] as usize;
+        let starts = plan.i32s(Field::QueryStartLoc);
+        let end = plan.i32s(Field::SeqLens)[s] as usize;
+        let num_tokens = (starts[s + 1] - starts[s]) as usize;
+        let planned_twice = entries.iter().any(|entry| entry.handle == handle && entry.sample == sample);
+        assert!(num_tokens > 0 && !planned_twice, "{handle:?} {sample} is planned twice or for nothing");
+        let waits = self.plans.iter().flat_map(|plan| &plan.entries).any(|entry| entry.handle == handle);
+        let block_size = self.limits.block_size;
+        let previous = self.plans.back().map(|plan| plan.arrays.id());
+        let request = self.requests.iter_mut().find(|request| request.handle == handle);
+        let request = request.expect("only live requests are planned");
+        assert!(!(request.asked.needs_commit && waits), "{handle:?} is planned before the commit that it waits for");
+        let is_admission = !request.is_resident;
+        if is_admission {
+            assert!(!waits, "{handle:?} is admitted while a plan in flight is about it");
+            request.is_resident = true;
+            self.events.note("admissions", 1);
+            request.has_parted = request.live().count() == 1;
+        }
+        assert!(request.sequences().contains(&sample), "{handle:?} {sample} has no sequence to plan");
+        let before = request.num_scheduled(sample);
+        let start = end - num_tokens;
+        let num_hit_tokens = start.checked_sub(before).expect("nothing is computed twice");
+        let is_hit = before.is_multiple_of(block_size) && start.is_multiple_of(block_size);
+        assert!(
+            num_hit_tokens == 0 || is_hit && request.asked.use_prefix_cache,
+            "{num_hit_tokens} tokens from the cache"
+        );
+        assert!(end <= request.limit(sample), "{handle:?} {sample} runs to {end} of {}", request.limit(sample));
+        request.set_num_scheduled(sample, end);
+        if request.num_preemptions == 0 {
+            request.num_cached_tokens += num_hit_tokens;
+        }
+        let positions = &plan.i32s(Field::Positions)[starts[s] as usize..starts[s + 1] as usize];
+        assert!(positions.iter().map(|&position| position as usize).eq(start..end), "positions {positions:?}");
+        Self::check_inputs(plan, s, request, sample, previous);
+
+        let completes_prompt = !request.has_parted && end == request.prompt_len();
+        let tokens = request.tokens(sample);
+        let drawn: Vec<usize> = if request.has_parted {
+            if end == tokens.len() { vec![sample] } else { vec![] }
+        } else if completes_prompt && request.samples[sample].outputs.is_empty() {
+            request.live().collect()
+        } else {
+            vec![]
+        };
+        let sample_starts = &plan.i32s(Field::SampleStartLoc)[s..s + 2];
+        assert_eq!((sample_starts[1] - sample_starts[0]) as usize, drawn.len(), "samples of {handle:?} {sample}");
+        for &row in &plan.i32s(Field::SampleRows)[sample_starts[0] as usize..sample_starts[1] as usize] {
+            assert_eq!(row, starts[s + 1] - 1, "samples are drawn from the last token");
+        }
+        let request = request.clone();
+        self.events.note("hit tokens", num_hit_tokens as u64);
+        let histories = self.histories.of_tokens(&request.asked.identity, tokens.iter().copied());
+        Entry {
+            handle,
+            sample,
+            row: plan.i32s(Field::Rows)[s],
+            residence: request.residence,
+            before,
+            end,
+            num_hit_tokens,
+            is_admission,
+            completes_prompt,
+            drawn,
+            expected: Expected {
+                request_id: request.asked.request_id.clone(),
+                sample: sample as u32,
+                tokens,
+                histories,
+            },
+        }
+    }
+
+    /// A token that nobody knows yet comes from the plan before, by the number of its sample.
+    fn check_inputs(plan: &StepPlan, s: usize, request: &Request, sample: usize, previous: Option<PlanId>) {
+        let starts = plan.i32s(Field::QueryStartLoc);
+        let num_known = request.prompt_len() + request.samples[sample].outputs.len();
+        for t in starts[s] as usize..starts[s + 1] as usize {
+            let position = plan.i32s(Field::Positions)[t] as usize;
+            let from = plan.i32s(Field::InputFrom)[t];
+            if position < num_known {
+                assert_eq!(from, -1, "the token at {position} is known");
+            } else {
+                let pending = request.samples[sample].pending[position - num_known];
+                assert_eq!(Some(pending.plan), previous, "the token at {position} comes from an older plan");
+                assert_eq!(from as usize, pending.index, "the token at {position} comes from another sample");
+            }
+        }
+    }
+
+    /// The host's view of the plan's tables, in both forms.
+    fn tables(&self, scheduler: &Scheduler, plan: &StepPlan) -> Vec<Vec<i32>> {
+        let num_sequences = plan.sizes().num_sequences as usize;
+        let columns = self.limits.max_model_len.div_ceil(self.limits.block_size);
+        let mut padded = vec![-1; num_sequences * columns];
+        scheduler.write_block_table(plan.id(), columns, &mut padded).expect("the plan is in flight");
+        let len = |s: usize| (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.limits.block_size);
+        let tables: Vec<_> = padded.chunks(columns).enumerate().map(|(s, row)| row[..len(s)].to_vec()).collect();
+        let (mut indptr, mut last) = (vec![-1; num_sequences + 1], vec![-1; num_sequences]);
+        let mut indices = vec![-1; padded.len()];
+        let total =
+            scheduler.write_csr(plan.id(), &mut indptr, &mut indices, &mut last).expect("the plan is in flight");
+        assert_eq!(indices[..total], tables.concat());
+        for s in 0..num_sequences {
+            assert_eq!((indptr[s + 1] - indptr[s]) as usize, len(s));
+            let full = (len(s) - 1) * self.limits.block_size;
+            assert_eq!(full + last[s] as usize, plan.i32s(Field::SeqLens)[s] as usize, "tokens in the last block");
+        }
+        tables
+    }
+}
