@@ -1,0 +1,134 @@
+//! A plan as bytes: it travels, it is padded, and it does not trust what it is rebuilt from.
+
+mod model;
+
+use model::random::Random;
+use pagedkv_core::step_plan::{ALIGNMENT, Field};
+use pagedkv_core::{CacheConfig, Error, NewRequest, Scheduler, SchedulerConfig, StepPlan};
+
+/// A plan with prefills, decodes, copies, table updates and changes.
+fn plan() -> StepPlan {
+    let cache = CacheConfig { block_size: 2, ..CacheConfig::new(32) };
+    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
+    scheduler.add_request(NewRequest { n: 2, ..NewRequest::new("forks", vec![1, 2, 3], 4) }).unwrap();
+    let first = scheduler.schedule().unwrap();
+    scheduler.commit(first.id(), &[7, 8]).unwrap();
+    scheduler.add_request(NewRequest::new("prefills", vec![4; 5], 4)).unwrap();
+    scheduler.schedule().unwrap()
+}
+
+const ARRAYS: [Field; 11] = [
+    Field::Sequence,
+    Field::Rows,
+    Field::TokenIds,
+    Field::Positions,
+    Field::InputFrom,
+    Field::QueryStartLoc,
+    Field::SeqLens,
+    Field::SampleRows,
+    Field::SampleStartLoc,
+    Field::TableUpdates,
+    Field::Copies,
+];
+
+#[test]
+fn plan_is_rebuilt_from_its_bytes() {
+    let plan = plan();
+    let rebuilt = StepPlan::from_buffer(plan.buffer()).unwrap();
+    assert_eq!(rebuilt.buffer(), plan.buffer());
+    assert_eq!(rebuilt.changes(), plan.changes());
+    assert_eq!(ARRAYS.map(|field| rebuilt.i32s(field).to_vec()), ARRAYS.map(|field| plan.i32s(field).to_vec()));
+}
+
+#[test]
+fn plan_has_something_in_every_array_that_these_tests_look_at() {
+    let plan = plan();
+    assert!(ARRAYS.iter().all(|&field| !plan.i32s(field).is_empty()));
+}
+
+#[test]
+fn plan_starts_every_array_on_a_cache_line() {
+    let plan = plan();
+    let start = plan.buffer().as_ptr().addr();
+    assert!(ARRAYS.iter().all(|&field| (plan.bytes(field).as_ptr().addr() - start).is_multiple_of(ALIGNMENT)));
+    assert!(start.is_multiple_of(ALIGNMENT));
+}
+
+#[test]
+fn plan_is_not_rebuilt_from_bytes_that_are_too_few() {
+    let plan = plan();
+    let bytes = plan.buffer();
+    let is_refused = |len: usize| matches!(StepPlan::from_buffer(&bytes[..len]), Err(Error::InvalidArgument { .. }));
+    assert!((0..bytes.len()).all(is_refused));
+}
+
+#[test]
+fn plan_is_not_rebuilt_from_bytes_that_are_too_many() {
+    let bytes = [plan().buffer(), &[0; ALIGNMENT]].concat();
+    assert!(matches!(StepPlan::from_buffer(&bytes), Err(Error::InvalidArgument { argument: "buffer", .. })));
+}
+
+#[test]
+fn plan_of_any_bytes_is_refused_or_whole() {
+    let mut random = Random::new(7);
+    let original = plan().buffer().to_vec();
+    for _ in 0..20_000 {
+        let mut bytes = original.clone();
+        for _ in 0..=random.below(3) {
+            // The sizes and the change lists are what a reader could trip over.
+            let at = if random.below(2) == 0 { random.below(128) } else { random.below(bytes.len()) };
+            bytes[at] = random.next() as u8;
+        }
+        if let Ok(plan) = StepPlan::from_buffer(&bytes) {
+            plan.changes();
+            ARRAYS.iter().for_each(|&field| drop(plan.i32s(field).to_vec()));
+        }
+    }
+}
+
+#[test]
+fn padding_adds_what_kernels_skip() {
+    let plan = plan();
+    let (s, t, m) = (plan.sizes().num_sequences, plan.sizes().num_tokens, plan.sizes().num_samples);
+    let padded = plan.pad_to(s + 1, t + 2, m + 1).unwrap();
+    let tail = |field, len: u32| padded.i32s(field)[len as usize..].to_vec();
+    assert_eq!(tail(Field::Rows, s), [0]);
+    assert_eq!(tail(Field::SeqLens, s), [0]);
+    assert_eq!(tail(Field::InputFrom, t), [-1, -1]);
+    assert_eq!(tail(Field::SampleRows, m), [0]);
+    assert_eq!(tail(Field::QueryStartLoc, s), [t as i32; 2]);
+    assert_eq!(tail(Field::SampleStartLoc, s), [m as i32; 2]);
+    assert_eq!(padded.i64s(Field::SlotMapping)[t as usize..], [-1, -1]);
+}
+
+#[test]
+fn padding_keeps_what_was_there() {
+    let plan = plan();
+    let (s, t, m) = (plan.sizes().num_sequences, plan.sizes().num_tokens, plan.sizes().num_samples);
+    let padded = plan.pad_to(s + 3, t + 3, m + 3).unwrap();
+    for field in ARRAYS {
+        let own = plan.i32s(field);
+        assert_eq!(&padded.i32s(field)[..own.len()], own, "{field:?}");
+    }
+    assert_eq!(padded.changes(), plan.changes());
+}
+
+#[test]
+fn padding_below_the_plans_own_size_is_refused() {
+    let plan = plan();
+    let refused = plan.pad_to(plan.sizes().num_sequences - 1, 64, 64);
+    assert!(matches!(refused, Err(Error::InvalidArgument { argument: "sequences", .. })));
+}
+
+#[test]
+fn plan_never_changes_once_made() {
+    let cache = CacheConfig { block_size: 2, ..CacheConfig::new(32) };
+    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
+    scheduler.add_request(NewRequest::new("r", vec![1, 2, 3], 4)).unwrap();
+    let first = scheduler.schedule().unwrap();
+    let before = first.buffer().to_vec();
+    scheduler.commit(first.id(), &[7]).unwrap();
+    let second = scheduler.schedule().unwrap();
+    scheduler.commit(second.id(), &[7]).unwrap();
+    assert_eq!(first.buffer(), before);
+}
