@@ -45,6 +45,14 @@ def test_sampler_draws_exactly_the_fewest_tokens_that_reach_top_p(logits):
     assert set(draw(logits, 5000, top_p=0.6)) == set(order[:num_kept].tolist())
 
 
+def test_sampler_draws_from_all_tokens_that_reach_top_p_when_the_vocabulary_is_large_and_flat():
+    logits = torch.linspace(0, 0.1, 5000)
+    tokens = draw(logits, 3000, top_p=0.5)
+    num_kept = int((logits.flip(0).softmax(-1).cumsum(-1) < 0.5).sum()) + 1
+    assert tokens.min() >= 5000 - num_kept
+    assert len(set(tokens.tolist())) > 1024
+
+
 def test_sampler_applies_top_p_to_what_top_k_left(logits):
     best = logits.topk(4)
     probabilities = best.values.softmax(-1)

@@ -11,7 +11,7 @@ def tokens(outputs):
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_transformers_smollm2_gives_the_same_tokens(smollm_case, open_llm, block_size):
-    with open_llm(smollm_case.model, block_size=block_size, max_model_len=1024) as llm:
+    with open_llm(smollm_case.model, block_size=block_size, num_blocks=4096 // block_size, max_model_len=1024) as llm:
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
     assert tokens(outputs) == smollm_case.expected
 
@@ -31,13 +31,13 @@ def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted_
 
 
 def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
-    with open_llm(smollm_case.model, max_num_batched_tokens=48, max_model_len=1024) as llm:
+    with open_llm(smollm_case.model, max_num_batched_tokens=48, num_blocks=256, max_model_len=1024) as llm:
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
     assert tokens(outputs) == smollm_case.expected
 
 
 def test_transformers_smollm2_gives_the_same_tokens_when_two_plans_are_in_flight(smollm_case, open_llm):
-    with open_llm(smollm_case.model, max_plans_in_flight=2, max_model_len=1024) as llm:
+    with open_llm(smollm_case.model, max_plans_in_flight=2, num_blocks=256, max_model_len=1024) as llm:
         filled_in = []
         llm.step_hooks.append(lambda event: filled_in.append(int((event.plan.input_from >= 0).sum())))
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)

@@ -185,16 +185,15 @@ class LLM:
         read = read_prompts(prompts, self._tokenizer)
         params = _params_per_prompt(sampling_params, len(read))
         order: dict[str, int] = {}
-        handles: list[int] = []
         try:
             for number, (prompt, own_params) in enumerate(zip(read, params, strict=True)):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 order[request_id] = number
-                handles.append(loop.add_request(request_id, prompt.token_ids, own_params, prompt.text))
+                loop.add_request(request_id, prompt.token_ids, own_params, prompt.text)
             outputs = self._run(loop, use_tqdm, len(read))
         except BaseException:
-            loop.abort(handles)
+            loop.abort(loop.request_ids)
             raise
         return sorted(outputs, key=lambda output: order[output.request_id])
 

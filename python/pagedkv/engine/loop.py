@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -128,11 +129,16 @@ class EngineLoop:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether a request was added and has not ended."""
-        return bool(self._requests)
+        return bool(self._handles)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Names of the requests that have not ended."""
+        return list(self._handles)
 
     def add_request(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None = None
-    ) -> int:
+    ) -> None:
         """Add a request.
 
         Parameters
@@ -146,11 +152,6 @@ class EngineLoop:
         prompt : str, optional
             The prompt as text, for the output.
 
-        Returns
-        -------
-        int
-            The request's handle.
-
         Raises
         ------
         InvalidArgumentError, NeverFitsError
@@ -159,34 +160,26 @@ class EngineLoop:
         if request_id in self._handles:
             raise InvalidArgumentError(f"request_id: expected a new one, found {request_id!r}, which has not ended")
         _check_token_ids(prompt_token_ids, self._model.vocab_size)
-        own_stop_ids = tuple(params.stop_token_ids or ())
-        stop_token_ids = own_stop_ids if params.ignore_eos else {*own_stop_ids, *self._eos_token_ids}
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, self._limits.max_model_len - len(prompt_token_ids))
-        handle = self._scheduler.add_request(
-            request_id, prompt_token_ids, max_tokens=max_tokens, n=params.n, stop_token_ids=sorted(stop_token_ids)
-        )
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence((self._seed, self._num_requests)).generate_state(1, np.uint64)[0])
+        request = _Request(request_id, prompt, prompt_token_ids, params, self._seed_of(params))
+        add = partial(self._scheduler.add_request, **self._limits_of(request))
+        # From the scheduler into the dict without a bytecode between, where an interrupt would lose the handle.
+        self._handles.update(zip((request_id,), starmap(add, ((request_id, prompt_token_ids),)), strict=True))
+        self._requests[self._handles[request_id]] = request
         self._num_requests += 1
-        self._requests[handle] = _Request(request_id, prompt, prompt_token_ids, params, seed)
-        self._handles[request_id] = handle
-        return handle
 
-    def abort(self, handles: Iterable[int]) -> None:
+    def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; what they have so far is dropped.
 
         Parameters
         ----------
-        handles : iterable of int
-            What `add_request` returned. Requests that have ended are passed over.
+        request_ids : iterable of str
+            Their names. Requests that have ended are passed over.
         """
-        for handle in handles:
-            if handle in self._requests:
+        for request_id in request_ids:
+            handle = self._handles.get(request_id)
+            if handle is not None:
                 self._scheduler.abort(handle)
-                self._remove(handle)
+                self._remove(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run plans until as many as allowed are in flight, then commit the oldest.
@@ -204,7 +197,7 @@ class EngineLoop:
             while len(self._plans) < self._limits.max_plans_in_flight and self._launch():
                 pass
             outputs = self._commit()
-            while self._plans and not self._requests:
+            while self._plans and not self._handles:
                 outputs += self._commit()
         except BaseException:
             self._roll_back()
@@ -213,7 +206,7 @@ class EngineLoop:
 
     def _launch(self) -> bool:
         """Make and run the next plan; return whether it has tokens."""
-        # From the scheduler into the deque without a bytecode between, where an interrupt would lose the plan.
+        # As in `add_request`, no bytecode between.
         self._plans.extend(starmap(self._scheduler.schedule, ((),)))
         plan = self._plans[-1]
         self._note_changes(plan)
@@ -293,7 +286,8 @@ class EngineLoop:
         )
 
     def _finish_request(self, finished: FinishedRequest) -> RequestOutput:
-        request = self._remove(finished.handle)
+        request = self._requests[finished.handle]
+        self._remove(finished.request_id)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -303,11 +297,26 @@ class EngineLoop:
             num_cached_tokens=finished.num_cached_tokens,
         )
 
-    def _remove(self, handle: int) -> _Request:
-        request = self._requests.pop(handle)
-        del self._handles[request.request_id]
-        self._table.remove(request.lines)
-        return request
+    def _remove(self, request_id: str) -> None:
+        request = self._requests.pop(self._handles.pop(request_id), None)
+        if request is not None:  # None where an interrupt came before it was noted
+            self._table.remove(request.lines)
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        sequence = np.random.SeedSequence((self._seed % 2**64, self._num_requests))
+        return int(sequence.generate_state(1, np.uint64)[0])
+
+    def _limits_of(self, request: _Request) -> dict[str, Any]:
+        params = request.params
+        stop_token_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= self._eos_token_ids
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._limits.max_model_len - len(request.prompt_token_ids))
+        return {"max_tokens": max_tokens, "n": params.n, "stop_token_ids": sorted(stop_token_ids)}
 
     def _roll_back(self) -> None:
         for plan in self._plans:

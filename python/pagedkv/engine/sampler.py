@@ -17,6 +17,7 @@ PARAMETERS = np.dtype(
     ]
 )
 
+_NUM_CANDIDATES = 1024
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -76,12 +77,22 @@ def _keep_top_p(scores: torch.Tensor, top_p: NDArray[np.float64]) -> None:
     if limited.size:
         p = torch.from_numpy(top_p[limited]).to(scores.device)
         own = scores[limited]
-        descending = own.sort(dim=-1, descending=True).values
-        probabilities = descending.softmax(-1)
+        scores[limited] = own.masked_fill(own < _least_of_top_p(own, p), -torch.inf)
+
+
+def _least_of_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the score of the last token of each row that `top_p` keeps."""
+    total = scores.logsumexp(-1, keepdim=True)
+    vocab_size = scores.shape[-1]
+    # Sorting a whole vocabulary takes longer than a small model's step; a text's next token has few candidates.
+    for num_candidates in (min(_NUM_CANDIDATES, vocab_size), vocab_size):
+        best = scores.topk(num_candidates).values
+        probabilities = (best - total).exp()
         before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
-        num_kept = (before < p[:, None]).sum(-1, keepdim=True)
-        least = descending.gather(-1, num_kept - 1)
-        scores[limited] = own.masked_fill(own < least, -torch.inf)
+        num_kept = (before < top_p[:, None]).sum(-1, keepdim=True)
+        if (num_kept < num_candidates).all():
+            break
+    return best.gather(-1, num_kept - 1)
 
 
 def uniforms(seed: NDArray[np.uint64], sample: NDArray[np.uint64], position: NDArray[np.int32]) -> NDArray[np.float64]:

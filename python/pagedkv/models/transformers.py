@@ -79,7 +79,7 @@ class TransformersModel:
         """Tokens that end a text, from the model's generation configuration."""
         eos = getattr(self._model.generation_config, "eos_token_id", None)
         if eos is None:
-            eos = self._model.config.eos_token_id
+            eos = getattr(self._model.config, "eos_token_id", None)
         return frozenset([eos] if isinstance(eos, int) else eos or ())
 
     def forward(self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
