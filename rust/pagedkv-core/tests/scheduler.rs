@@ -130,6 +130,17 @@ fn prompt_that_is_cached_whole_still_runs_its_last_token() {
 }
 
 #[test]
+fn cached_blocks_are_looked_for_again_before_every_chunk_of_a_prompt() {
+    let limits = SchedulerConfig { long_prefill_token_threshold: 4, ..SchedulerConfig::default() };
+    let mut scheduler = scheduler(8, &limits);
+    add(&mut scheduler, "first", 13, 1);
+    add(&mut scheduler, "second", 13, 1);
+    assert_eq!(step(&mut scheduler).0.i32s(Field::SeqLens), [4, 8]);
+    // The first finds what the second filled, and the second what the first fills in this step.
+    assert_eq!(step(&mut scheduler).0.i32s(Field::SeqLens), [13, 12]);
+}
+
+#[test]
 fn request_ends_with_its_last_token() {
     let mut scheduler = scheduler(8, &SchedulerConfig::default());
     add(&mut scheduler, "r", 3, 2);
