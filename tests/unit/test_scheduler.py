@@ -314,10 +314,23 @@ def test_scheduler_refuses_a_handle_that_was_never_given_out():
         make_scheduler().abort(3)
 
 
-@pytest.mark.parametrize("option", [{"lookahead": 1}])
-def test_scheduler_config_refuses_by_name_what_it_does_not_have(option):
-    with pytest.raises(UnsupportedError, match=next(iter(option))):
-        pagedkv.SchedulerConfig(**option)
+def test_scheduler_accepts_some_of_the_drafts_of_each_row():
+    scheduler = make_scheduler(lookahead=3)
+    scheduler.add_request("a", PROMPT, max_tokens=9)
+    scheduler.add_request("b", PROMPT + 1, max_tokens=9)
+    scheduler.commit(scheduler.schedule(), [1, 2])
+    scheduler.set_draft_tokens([0, 1], [0, 2, 3], [3, 4, 5])
+    plan = scheduler.schedule()
+    assert plan.sample_start_loc.tolist() == [0, 3, 5]
+    result = scheduler.commit(plan, np.array([[3, 9, -1], [5, 8, -1]], np.int32))
+    assert result.num_new_tokens.tolist() == [2, 2]
+    assert scheduler.schedule().token_ids.tolist() == [9, 8]
+
+
+def test_scheduler_refuses_draft_trees_by_name():
+    scheduler = make_scheduler(lookahead=3)
+    with pytest.raises(UnsupportedError, match="parents"):
+        scheduler.set_draft_tokens([], [0], [], parents=[])
 
 
 def test_cache_config_refuses_several_groups_by_name():

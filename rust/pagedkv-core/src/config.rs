@@ -216,9 +216,7 @@ impl SchedulerConfig {
                 self.prefill_chunk_multiple,
             );
         }
-        if self.lookahead != 0 {
-            return Err(Error::Unsupported(format!("lookahead {}: draft tokens", self.lookahead)));
-        }
+        in_range("lookahead", self.lookahead, 0)?;
         Ok(())
     }
 }

@@ -27,6 +27,17 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
     Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
 }
 
+/// Rows of token ids as one run with their width, where the object is an array of two dimensions.
+pub(crate) fn rows(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<i32>, usize)>> {
+    let ndim = object.getattr("ndim").and_then(|ndim| ndim.extract::<usize>());
+    if !ndim.is_ok_and(|ndim| ndim == 2) {
+        return Ok(None);
+    }
+    let width = object.getattr("shape")?.get_item(1)?.extract()?;
+    let flat = object.call_method1("reshape", (-1,))?;
+    ids(argument, &flat).map(|flat| Some((flat, width)))
+}
+
 fn imported(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     let tensor = import(argument, object, None)?;
     match tensor.dtype().name() {

@@ -142,7 +142,7 @@ impl CacheConfig {
 /// watermark : float
 ///     Share of the usable blocks that an admission leaves free while other requests run.
 /// lookahead : int
-///     Most draft tokens per sequence; refused unless 0.
+///     Most draft tokens per sequence.
 /// max_plans_in_flight : int
 ///     Plans that may be made before the oldest is ended.
 /// policy : {"fcfs", "priority", "lpm", "fair", "external"}

@@ -13,7 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arrays::{array, ids, wrong_type};
+use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
 use crate::errors::{internal, to_py_err, unsupported};
 use crate::guard::Guarded;
@@ -275,10 +275,11 @@ impl Scheduler {
     /// ----------
     /// plan : StepPlan
     ///     The oldest plan in flight.
-    /// tokens : array of int32 or int64, shape (M,), or sequence of int
-    ///     One token per sample, in the order of the plan.
+    /// tokens : array of int32 or int64, shape (M,) or (N, k), or sequence of int
+    ///     One token per sample, in the order of the plan; where drafts were checked, one row per sequence that samples: the
+    ///     accepted tokens and the one after them, padded with -1.
     /// parents, accepted
-    ///     Beams and drafts; refused by name.
+    ///     Beams and draft trees; refused by name.
     ///
     /// Returns
     /// -------
@@ -302,11 +303,44 @@ impl Scheduler {
             return Err(unsupported("parents: there is no beam search"));
         }
         if accepted.is_some() {
-            return Err(unsupported("accepted: there are no draft tokens"));
+            return Err(unsupported("accepted: there are no draft trees"));
         }
-        let tokens = ids("tokens", tokens)?;
-        let result = self.core.with(|core| core.commit(plan.id(), &tokens))?.map_err(to_py_err)?;
-        Ok(StepResult(result))
+        let result = match rows("tokens", tokens)? {
+            Some((rows, width)) => self.core.with(|core| core.commit_drafts(plan.id(), &rows, width))?,
+            None => {
+                let tokens = ids("tokens", tokens)?;
+                self.core.with(|core| core.commit(plan.id(), &tokens))?
+            }
+        };
+        result.map(StepResult).map_err(to_py_err)
+    }
+
+    /// Give running sequences, by their rows, guesses for their next tokens, for the next plan to check.
+    ///
+    /// Parameters
+    /// ----------
+    /// rows : array or sequence of int, shape (R,)
+    ///     Rows of sequences that decode and are in no plan in flight.
+    /// start_loc : array or sequence of int, shape (R + 1,)
+    ///     The guesses of row i are `ids[start_loc[i]:start_loc[i + 1]]`, at most `lookahead` of them.
+    /// ids : array or sequence of int
+    ///     Token ids.
+    /// parents : optional
+    ///     Draft trees; refused by name.
+    #[pyo3(signature = (rows, start_loc, ids, parents=None))]
+    fn set_draft_tokens(
+        &self,
+        rows: &Bound<'_, PyAny>,
+        start_loc: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
+        parents: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if parents.is_some() {
+            return Err(unsupported("parents: there are no draft trees"));
+        }
+        let (rows, start_loc) = (arrays::ids("rows", rows)?, arrays::ids("start_loc", start_loc)?);
+        let ids = arrays::ids("ids", ids)?;
+        self.core.with(|core| core.set_draft_tokens(&rows, &start_loc, &ids))?.map_err(to_py_err)
     }
 
     /// Undo a plan that did not run, or whose results are void, and cancel every plan behind it.

@@ -324,6 +324,14 @@ impl KVCacheManager {
         target.path_len = source.path_len;
     }
 
+    /// Takes back the last `num_tokens` computed tokens of a sequence, which were guesses: nobody else knows of them.
+    pub(crate) fn reject(&mut self, index: usize, num_tokens: u32) {
+        let sequence = &mut self.sequences[index];
+        sequence.num_computed -= num_tokens;
+        let num_computed = sequence.num_computed;
+        self.shrink(index, num_computed);
+    }
+
     /// Exchanges the tokens of two sequences; the caller knows that all that is scheduled of either is the same in both.
     pub(crate) fn swap_tokens(&mut self, index: usize, other: usize) {
         let [one, other] = self.sequences.get_disjoint_mut([index, other]).expect("two live sequences");

@@ -76,7 +76,7 @@ impl Scheduler {
         let known = if request.num_live > 1 { request.prompt_len() } else { len };
         // The last token that a sample may have needs no slot.
         let target = known.min(request.prompt_len() + request.max_tokens - 1);
-        (Want { target, known: target }, index)
+        (Want { target, known: target, num_drafts: 0 }, index)
     }
 
     /// Blocks that the admission of a waiting request needs, and whether it starts with less than all that it knows.

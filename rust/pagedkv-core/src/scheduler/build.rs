@@ -48,6 +48,13 @@ impl Scheduler {
         for entry in record.entries.iter_mut().filter(|entry| entry.num_samples > 0) {
             entry.first_sample = record.samples.len() as u32;
             let request = self.requests[entry.slot as usize].as_mut().expect("a planned request lives");
+            if entry.num_drafts > 0 {
+                let sample = &mut request.samples[entry.sample as usize];
+                sample.num_pending += 1;
+                sample.is_drafting = true;
+                record.samples.extend(std::iter::repeat_n(entry.sample, entry.num_samples as usize));
+                continue;
+            }
             let shares = request.stage == Stage::Prompt;
             for (number, sample) in request.samples.iter_mut().enumerate() {
                 if if shares { sample.finish.is_none() } else { number == entry.sample as usize } {
@@ -132,7 +139,11 @@ impl Scheduler {
         let rows = plan.i32s_mut(Field::SampleRows);
         for entry in entries {
             end += (entry.end - entry.start) as i32;
-            rows[entry.first_sample as usize..][..entry.num_samples as usize].fill(end - 1);
+            let rows = &mut rows[entry.first_sample as usize..][..entry.num_samples as usize];
+            // A token after each guess and after the last known token; else every sample from the last row.
+            let first = end - 1 - entry.num_drafts as i32;
+            let step = i32::from(entry.num_drafts > 0);
+            rows.iter_mut().zip(0..).for_each(|(row, number)| *row = first + step * number);
         }
     }
 
@@ -149,7 +160,11 @@ impl Scheduler {
             let positions = &mut plan.i32s_mut(Field::Positions)[at..][..len];
             positions.iter_mut().zip(entry.start..).for_each(|(out, position)| *out = position as i32);
             plan.i32s_mut(Field::InputFrom)[at..][..len].fill(-1);
-            if known < entry.end {
+            if entry.num_drafts > 0 {
+                let drafts = &self.request(entry.slot).samples[entry.sample as usize].drafts;
+                let drafts = &drafts[..entry.num_drafts as usize];
+                plan.i32s_mut(Field::TokenIds)[at + len - drafts.len()..at + len].copy_from_slice(drafts);
+            } else if known < entry.end {
                 // Only the sample that the previous plan draws is unknown.
                 plan.i32s_mut(Field::InputFrom)[at + len - 1] = entry.drawn_before.1 as i32;
             }

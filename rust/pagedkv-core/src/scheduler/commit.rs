@@ -54,51 +54,107 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::PlanOutOfOrder`], [`Error::PlanNotInFlight`], [`Error::InvalidArgument`] for another number of tokens
-    /// than the plan has samples, or a negative one.
+    /// than the plan has samples, a negative one, or a plan that checks draft tokens.
     ///
     /// # Complexity
     /// O(sequences of the plan + blocks released).
     pub fn commit(&mut self, plan: PlanId, tokens: &[i32]) -> Result<StepResult> {
-        self.check_commit(plan, tokens)?;
+        let record = self.oldest(plan)?;
+        if record.entries.iter().any(|entry| entry.num_drafts > 0) {
+            return invalid(
+                "tokens",
+                "one row per sequence that samples: the plan checks draft tokens",
+                "one dimension",
+            );
+        }
+        if tokens.len() != record.samples.len() {
+            return invalid("tokens", format!("{}, one per sample", record.samples.len()), tokens.len());
+        }
+        if let Some(negative) = tokens.iter().find(|&&token| token < 0) {
+            return invalid("tokens", "token ids of at least 0", negative);
+        }
+        Ok(self.commit_rows(plan, tokens, 1))
+    }
+
+    /// Ends the oldest plan with one row of `width` tokens per sequence that samples (a prompt with n samples has n):
+    /// the draft tokens that were accepted and the one after them, padded with -1. What was rejected is undone.
+    ///
+    /// # Errors
+    /// As [`Self::commit`]; [`Error::InvalidArgument`] also for a row that is empty, or whose tokens but the last are not
+    /// the first ones of the sequence's draft.
+    pub fn commit_drafts(&mut self, plan: PlanId, rows: &[i32], width: usize) -> Result<StepResult> {
+        self.check_rows(plan, rows, width)?;
+        Ok(self.commit_rows(plan, rows, width))
+    }
+
+    fn commit_rows(&mut self, plan: PlanId, rows: &[i32], width: usize) -> StepResult {
         self.drain_inbox();
-        self.manager.commit(plan)?;
+        self.manager.commit(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
+        let mut rows = rows.chunks_exact(width.max(1)).map(tokens_of);
         let mut result = StepResult::default();
         for entry in &record.entries {
+            let rows = rows.by_ref().take(entry.num_rows());
             let Some(request) = self.entry_request(entry) else {
-                result.num_ignored += entry.num_samples;
+                result.num_ignored += rows.map(|row| row.len() as u32).sum::<u32>();
                 continue;
             };
             request.num_in_flight -= 1;
             if entry.completes_prompt {
                 self.part_samples(entry, &mut result);
             }
-            let drawn = entry.first_sample as usize..(entry.first_sample + entry.num_samples) as usize;
-            for (&sample, &token) in record.samples[drawn.clone()].iter().zip(&tokens[drawn]) {
-                self.take_token(entry, sample as usize, token, &mut result);
+            for (&sample, tokens) in record.samples[entry.first_sample as usize..].iter().zip(rows) {
+                self.take_tokens(entry, sample as usize, tokens, &mut result);
             }
         }
         self.seats.plans_ended(self.plans.front().map(|record| record.id));
         record.clear();
         self.spare_plans.push(record);
-        Ok(result)
+        result
     }
 
-    fn check_commit(&self, plan: PlanId, tokens: &[i32]) -> Result<()> {
-        let record = match self.plans.front() {
-            Some(record) if record.id == plan => record,
+    fn oldest(&self, plan: PlanId) -> Result<&InFlight> {
+        match self.plans.front() {
+            Some(record) if record.id == plan => Ok(record),
             Some(oldest) if self.plans.iter().any(|record| record.id == plan) => {
-                return Err(Error::PlanOutOfOrder { found: plan, oldest: oldest.id });
+                Err(Error::PlanOutOfOrder { found: plan, oldest: oldest.id })
             }
-            _ => return Err(Error::PlanNotInFlight(plan)),
-        };
-        if tokens.len() != record.samples.len() {
-            return invalid("tokens", format!("{}, one per sample", record.samples.len()), tokens.len());
+            _ => Err(Error::PlanNotInFlight(plan)),
         }
-        match tokens.iter().find(|&&token| token < 0) {
-            Some(negative) => invalid("tokens", "token ids of at least 0", negative),
-            None => Ok(()),
+    }
+
+    fn check_rows(&self, plan: PlanId, rows: &[i32], width: usize) -> Result<()> {
+        let entries = &self.oldest(plan)?.entries;
+        let num_rows: usize = entries.iter().map(Entry::num_rows).sum();
+        if rows.len() != num_rows * width || width == 0 {
+            let expected = format!("{num_rows} rows, one per sequence that samples, of at least one token");
+            return invalid("tokens", expected, format!("{} tokens in rows of {width}", rows.len()));
         }
+        let mut rows = rows.chunks_exact(width);
+        for entry in entries {
+            let drafts = self.drafts_of(entry);
+            for row in rows.by_ref().take(entry.num_rows()) {
+                let tokens = tokens_of(row);
+                if tokens.is_empty() || row[tokens.len()..].iter().any(|&padding| padding != -1) {
+                    return invalid("tokens", "at least one token per row, then -1", format!("{row:?}"));
+                }
+                let accepted = &tokens[..tokens.len() - 1];
+                if accepted.len() > entry.num_drafts as usize
+                    || drafts.is_some_and(|drafts| !drafts.starts_with(accepted))
+                {
+                    let expected = format!("tokens of the draft {:?} and one more", drafts.unwrap_or_default());
+                    return invalid("tokens", expected, format!("{tokens:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The draft that an entry checks, while its request lives.
+    fn drafts_of(&self, entry: &Entry) -> Option<&[i32]> {
+        let request = self.requests[entry.slot as usize].as_ref().filter(|request| request.handle == entry.handle)?;
+        let drafts = &request.samples[entry.sample as usize].drafts;
+        drafts.get(..entry.num_drafts as usize)
     }
 
     /// The prompt that the samples of a request share is computed: each becomes a sequence of its own.
@@ -119,27 +175,46 @@ impl Scheduler {
         }
     }
 
-    fn take_token(&mut self, entry: &Entry, sample: usize, token: i32, result: &mut StepResult) {
+    fn take_tokens(&mut self, entry: &Entry, sample: usize, tokens: &[i32], result: &mut StepResult) {
+        let ignored = tokens.len() as u32;
         let Some(request) = self.entry_request(entry) else {
-            result.num_ignored += 1;
+            result.num_ignored += ignored;
             return;
         };
         request.samples[sample].num_pending -= 1;
+        request.samples[sample].is_drafting = false;
+        request.samples[sample].drafts.clear();
         if request.samples[sample].finish.is_some() {
-            result.num_ignored += 1;
+            result.num_ignored += ignored;
             return;
         }
         // A request that was preempted before its first token has no sequences for its later samples yet.
         let index = self.ensure_sequence(entry.slot, sample);
-        self.manager.append_token(index, token);
-        let request = self.request_mut(entry.slot);
-        request.samples[sample].num_outputs += 1;
-        let reason = request.finish_reason(sample, token);
+        if entry.num_drafts > 0 && self.manager.resident(index, entry.epoch).is_some() {
+            self.manager.reject(index, entry.num_drafts + 1 - tokens.len() as u32);
+        }
+        let mut num_taken = 0;
+        let mut reason = None;
+        while reason.is_none() && num_taken < tokens.len() {
+            let token = tokens[num_taken];
+            self.manager.append_token(index, token);
+            num_taken += 1;
+            let request = self.request_mut(entry.slot);
+            request.samples[sample].num_outputs += 1;
+            reason = request.finish_reason(sample, token);
+        }
+        result.num_ignored += ignored - num_taken as u32;
         result.handles.push(entry.handle.get());
         result.sequence.push(sample as i32);
-        result.num_new_tokens.push(1);
+        result.num_new_tokens.push(num_taken as i32);
         result.finish_reason.push(reason.map_or(0, |reason| reason as i8));
-        let Some(reason) = reason else { return };
+        if let Some(reason) = reason {
+            self.end(entry, sample, reason, result);
+        }
+    }
+
+    fn end(&mut self, entry: &Entry, sample: usize, reason: FinishReason, result: &mut StepResult) {
+        let request = self.request(entry.slot);
         if request.num_live == 1 {
             result.finished.push(FinishedRequest {
                 handle: entry.handle,
@@ -149,6 +224,18 @@ impl Scheduler {
             });
         }
         self.finish_sample(entry.slot, sample, reason);
+    }
+}
+
+/// A row without its padding.
+fn tokens_of(row: &[i32]) -> &[i32] {
+    &row[..row.iter().position(|&token| token < 0).unwrap_or(row.len())]
+}
+
+impl Entry {
+    /// Rows of tokens that the commit has for the entry.
+    fn num_rows(&self) -> usize {
+        if self.num_drafts > 0 { 1 } else { self.num_samples as usize }
     }
 }
 

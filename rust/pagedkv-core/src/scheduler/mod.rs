@@ -12,6 +12,7 @@
 mod admission;
 mod build;
 mod commit;
+mod drafts;
 mod inbox;
 mod order;
 mod pass;

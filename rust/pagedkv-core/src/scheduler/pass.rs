@@ -28,6 +28,8 @@ pub(super) struct Entry {
     pub(super) drawn_before: (PlanId, u32),
     /// Tokens that came from the cache before `start`.
     pub(super) num_hit_tokens: u32,
+    /// Guesses among the positions that run; the last ones.
+    pub(super) num_drafts: u32,
     /// Whether the plan gave the request its seats.
     pub(super) is_admission: bool,
     /// Whether the prompt is complete and the samples fork when the plan commits.
@@ -59,6 +61,8 @@ pub(super) struct Want {
     pub(super) target: u32,
     /// Of these, tokens that are known.
     pub(super) known: u32,
+    /// Guesses that may run behind the target.
+    pub(super) num_drafts: u32,
 }
 
 impl Scheduler {
@@ -160,17 +164,22 @@ impl Scheduler {
             if num_new == 0 {
                 break None;
             }
-            let needed = self.manager.blocks_needed(index, num_new, &hits);
             let reserved = pass.reserved + self.reserved_for_head(pass, at);
-            if needed == 0 || needed + reserved <= self.manager.pool().num_available() {
-                break Some(num_new);
+            let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
+            let num_drafts = want.num_drafts.min(pass.budget - num_new);
+            if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, &hits)) {
+                break Some((num_new, num_drafts));
+            }
+            let needed = self.manager.blocks_needed(index, num_new, &hits);
+            if has_room(needed) {
+                break Some((num_new, 0));
             }
             if !self.make_room(at, needed, pass) {
                 break None;
             }
         };
-        if let Some(num_new) = grown {
-            self.extend(pass, slot, sample, num_new, want, &hits);
+        if let Some((num_new, num_drafts)) = grown {
+            self.extend(pass, slot, sample, num_new, Want { num_drafts, ..want }, &hits);
         }
         self.hits = hits;
         pass.num_partial_prefills += u32::from(self.is_partial(index, slot));
@@ -199,6 +208,9 @@ impl Scheduler {
         let sample = &request.samples[sample];
         let sequence = self.manager.sequence(sample.sequence as usize);
         let len = sequence.tokens.len();
+        if sample.is_drafting {
+            return None;
+        }
         let (target, known) = if request.stage == Stage::Prompt {
             (request.prompt_len(), request.prompt_len())
         } else {
@@ -207,7 +219,11 @@ impl Scheduler {
             let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
             ((len + coming).min(last), len.min(last))
         };
-        (target > sequence.num_scheduled).then_some(Want { target, known })
+        // Guesses run right behind the last token that is known, and no more of them than can still be accepted.
+        let can_draft = !sample.drafts.is_empty() && target == len && sequence.num_scheduled + 1 == len;
+        let most = (request.max_tokens - 1).saturating_sub(sample.num_outputs);
+        let num_drafts = if can_draft { most.min(sample.drafts.len() as u32) } else { 0 };
+        (target > sequence.num_scheduled).then_some(Want { target, known, num_drafts })
     }
 
     /// Looks for cached blocks where a prefill stands on a block border.
@@ -233,7 +249,7 @@ impl Scheduler {
         let index = request.samples[sample].sequence as usize;
         let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
         let end = start + num_new;
-        let extension = self.manager.extend(index, num_new, hits);
+        let extension = self.manager.extend(index, num_new + want.num_drafts, hits);
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let completes_prompt = request.stage == Stage::Prompt && end == want.target;
         let is_first = request.samples[sample].num_outputs == 0;
@@ -245,6 +261,7 @@ impl Scheduler {
                     0
                 }
             }
+            _ if want.num_drafts > 0 => want.num_drafts + 1,
             _ => u32::from(end == self.manager.sequence(index).tokens.len() + request.samples[sample].num_pending),
         };
         request.num_in_flight += 1;
@@ -261,7 +278,7 @@ impl Scheduler {
         if let Some(copy) = extension.copy {
             pass.copies.push([copy.source.get() as i32, copy.target.get() as i32]);
         }
-        pass.budget -= num_new;
+        pass.budget -= num_new + want.num_drafts;
         pass.record.entries.push(Entry {
             handle: request.handle,
             slot,
@@ -270,11 +287,12 @@ impl Scheduler {
             epoch,
             row: seat.row,
             start,
-            end,
+            end: end + want.num_drafts,
             num_samples,
             first_sample: 0,
             drawn_before: request.samples[sample].drawn,
             num_hit_tokens: hits.num_tokens(),
+            num_drafts: want.num_drafts,
             is_admission: false,
             completes_prompt,
         });

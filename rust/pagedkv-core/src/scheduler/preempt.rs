@@ -73,6 +73,7 @@ impl Scheduler {
             }
         }
         let request = self.request_mut(slot);
+        request.samples.iter_mut().for_each(|sample| sample.drafts.clear());
         request.stage = Stage::Waiting;
         request.num_preemptions += 1;
         self.num_preemptions += 1;

@@ -158,6 +158,10 @@ pub(super) struct Sample {
     /// The newest plan that samples for it, and which of that plan's samples is its.
     pub(super) drawn: (PlanId, u32),
     pub(super) finish: Option<FinishReason>,
+    /// Guesses for its next tokens, for the next plan that has room for them.
+    pub(super) drafts: Vec<i32>,
+    /// A plan in flight checks guesses: only its commit tells which tokens there are.
+    pub(super) is_drafting: bool,
 }
 
 #[derive(Debug)]
@@ -202,6 +206,8 @@ impl Request {
             num_pending: 0,
             drawn: (PlanId::new(0), 0),
             finish: None,
+            drafts: Vec::new(),
+            is_drafting: false,
         };
         Self {
             handle,

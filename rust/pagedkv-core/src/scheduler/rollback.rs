@@ -33,9 +33,11 @@ impl Scheduler {
                 continue;
             };
             request.num_in_flight -= 1;
-            for &sample in &record.samples[entry.first_sample as usize..][..entry.num_samples as usize] {
+            let num_drawn = if entry.num_drafts > 0 { 1 } else { entry.num_samples };
+            for &sample in &record.samples[entry.first_sample as usize..][..num_drawn as usize] {
                 let sample = &mut request.samples[sample as usize];
                 sample.num_pending -= 1;
+                sample.is_drafting = false;
                 sample.drawn = entry.drawn_before;
             }
             if self.manager.resident(entry.sequence as usize, entry.epoch).is_none() {

@@ -25,11 +25,18 @@ pub(super) struct Seats {
     /// Rows that plans in flight name.
     fenced: Vec<(PlanId, u32)>,
     by_sequence: Vec<Seat>,
+    by_row: Vec<u32>,
 }
 
 impl Seats {
     pub(super) fn new(num_rows: u32) -> Self {
-        Self { num_rows, free: (0..num_rows).rev().collect(), fenced: Vec::new(), by_sequence: Vec::new() }
+        Self {
+            num_rows,
+            free: (0..num_rows).rev().collect(),
+            fenced: Vec::new(),
+            by_sequence: Vec::new(),
+            by_row: vec![NONE; num_rows as usize],
+        }
     }
 
     pub(super) fn num_free(&self) -> u32 {
@@ -64,6 +71,11 @@ impl Seats {
         });
     }
 
+    /// The sequence that sits on a row.
+    pub(super) fn sequence_at(&self, row: u32) -> Option<usize> {
+        self.by_row.get(row as usize).copied().filter(|&sequence| sequence != NONE).map(|sequence| sequence as usize)
+    }
+
     pub(super) fn seat(&self, sequence: usize) -> Seat {
         self.by_sequence.get(sequence).copied().unwrap_or(EMPTY)
     }
@@ -78,11 +90,15 @@ impl Seats {
         if self.by_sequence.len() <= sequence {
             self.by_sequence.resize(sequence + 1, EMPTY);
         }
+        self.by_row[row as usize] = sequence as u32;
         self.by_sequence[sequence] = Seat { row, slot, sample, is_announced: false };
     }
 
     pub(super) fn leave(&mut self, sequence: usize) {
         if let Some(seat) = self.by_sequence.get_mut(sequence) {
+            if let Some(row) = self.by_row.get_mut(seat.row as usize) {
+                *row = NONE;
+            }
             *seat = EMPTY;
         }
     }
