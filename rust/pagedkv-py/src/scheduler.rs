@@ -305,12 +305,11 @@ impl Scheduler {
         if accepted.is_some() {
             return Err(unsupported("accepted: there are no draft trees"));
         }
-        let result = match rows("tokens", tokens)? {
-            Some((rows, width)) => self.core.with(|core| core.commit_drafts(plan.id(), &rows, width))?,
-            None => {
-                let tokens = ids("tokens", tokens)?;
-                self.core.with(|core| core.commit(plan.id(), &tokens))?
-            }
+        let result = if let Some((rows, width)) = rows("tokens", tokens)? {
+            self.core.with(|core| core.commit_drafts(plan.id(), &rows, width))?
+        } else {
+            let tokens = ids("tokens", tokens)?;
+            self.core.with(|core| core.commit(plan.id(), &tokens))?
         };
         result.map(StepResult).map_err(to_py_err)
     }
