@@ -4,6 +4,8 @@ The cache holds, in place of keys, the number of the prefix whose last token was
 sequence of the plan reads its whole row back; each slot must hold the number of that very prefix.
 """
 
+import random
+
 import numpy as np
 import pagedkv
 from hypothesis import settings
@@ -30,17 +32,26 @@ class StepLoop(RuleBasedStateMachine):
         self.texts = {}  # (handle, sample) -> tokens, the prompt included
         self.plans = []  # in flight, oldest first: plan, whether it ran, the tokens it sampled
         self.aborted = set()
+        self.beams = set()
         self.num_requests = 0
 
-    @rule(prompt=TOKENS, max_tokens=st.integers(1, 6), n=st.integers(1, 3), salt=st.sampled_from([None, "a"]))
-    def add(self, prompt, max_tokens, n, salt):
+    @rule(
+        prompt=TOKENS,
+        max_tokens=st.integers(1, 6),
+        n=st.integers(1, 3),
+        salt=st.sampled_from([None, "a"]),
+        beams=st.booleans(),
+    )
+    def add(self, prompt, max_tokens, n, salt, beams):
         self.num_requests += 1
         try:
             handle = self.scheduler.add_request(
-                str(self.num_requests), prompt, max_tokens=max_tokens, n=n, cache_salt=salt
+                str(self.num_requests), prompt, max_tokens=max_tokens, n=n, cache_salt=salt, needs_commit=beams
             )
         except ValueError:
             return
+        if beams and n > 1:
+            self.beams.add(handle)
         self.texts |= {(handle, sample): [("salt", salt), *prompt] for sample in range(n)}
 
     @rule(run=st.booleans(), data=st.data())
@@ -104,17 +115,49 @@ class StepLoop(RuleBasedStateMachine):
         return self.prefixes.setdefault(prefix, len(self.prefixes) + 1)
 
     @precondition(lambda self: self.plans)
-    @rule()
-    def commit(self):
+    @rule(seed=st.integers(0, 99))
+    def commit(self, seed=0):
         self.run_plans()
         plan, _, tokens = self.plans.pop(0)
+        drawn_for = np.repeat(plan.handles, np.diff(plan.sample_start_loc)).tolist()
+        if not self.beams.isdisjoint(drawn_for):
+            self.commit_beams(plan, drawn_for, random.Random(seed))
+            return
         result = self.scheduler.commit(plan, tokens)
         got = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
-        drawn_for = np.repeat(plan.handles, np.diff(plan.sample_start_loc)).tolist()
         kept = [token for handle, token in zip(drawn_for, tokens, strict=True) if handle not in self.aborted]
         assert result.num_ignored == len(tokens) - len(kept)
         for key, token in zip(got, kept, strict=True):
             self.texts[key].append(token)
+
+    def commit_beams(self, plan, drawn_for, chance):
+        """Let some beams go and others branch; requests that are none get their one token per sample."""
+        numbers = np.repeat(plan.sequence, np.diff(plan.sample_start_loc)).tolist()
+        starts = {handle: drawn_for.index(handle) for handle in drawn_for}
+        counts = {handle: drawn_for.count(handle) for handle in drawn_for}
+        is_prompt = {handle: numbers[starts[handle]] == numbers[starts[handle] + counts[handle] - 1] for handle in starts}
+        parents = list(range(len(drawn_for)))
+        for handle in self.beams & set(drawn_for):
+            mine = range(starts[handle], starts[handle] + counts[handle])
+            parents = [parent for parent in parents if parent not in mine]
+            parents += chance.choices(mine, k=chance.randint(1, self.num_beams(handle)))
+        tokens = [chance.randint(0, 1) for _ in parents]
+        before = dict(self.texts)
+        result = self.scheduler.commit(plan, tokens, parents=parents)
+        assert result.num_ignored == sum(drawn_for[parent] in self.aborted for parent in parents)
+        told = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
+        for parent, token in zip(parents, tokens, strict=True):
+            handle = drawn_for[parent]
+            if handle in self.aborted:
+                continue
+            got, sample = next(told)
+            assert got == handle
+            source = 0 if is_prompt[handle] and counts[handle] > 1 else numbers[parent]
+            if sample >= 0:
+                self.texts[handle, sample] = [*before[handle, source], token]
+
+    def num_beams(self, handle):
+        return sum(key[0] == handle for key in self.texts)
 
     @precondition(lambda self: self.plans)
     @rule(index=st.integers(0, 1))

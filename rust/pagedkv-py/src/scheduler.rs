@@ -278,8 +278,13 @@ impl Scheduler {
     /// tokens : array of int32 or int64, shape (M,) or (N, k), or sequence of int
     ///     One token per sample, in the order of the plan; where drafts were checked, one row per sequence that samples: the
     ///     accepted tokens and the one after them, padded with -1.
-    /// parents, accepted
-    ///     Beams and draft trees; refused by name.
+    /// parents : array or sequence of int, optional
+    ///     For beams, one per token: token i continues the sample `parents[i]` of the plan, as it was before this step's
+    ///     token. Samples without a token end; further tokens of a parent take the request's lowest free numbers and
+    ///     rows. In the result, tokens come in their order, with sequence -1 for those that ended without a seat, then
+    ///     the samples that were dropped.
+    /// accepted : optional
+    ///     Draft trees; refused by name.
     ///
     /// Returns
     /// -------
@@ -299,13 +304,13 @@ impl Scheduler {
         parents: Option<&Bound<'_, PyAny>>,
         accepted: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StepResult> {
-        if parents.is_some() {
-            return Err(unsupported("parents: there is no beam search"));
-        }
         if accepted.is_some() {
             return Err(unsupported("accepted: there are no draft trees"));
         }
-        let result = if let Some((rows, width)) = rows("tokens", tokens)? {
+        let result = if let Some(parents) = parents {
+            let (tokens, parents) = (ids("tokens", tokens)?, ids("parents", parents)?);
+            self.core.with(|core| core.commit_beams(plan.id(), &tokens, &parents))?
+        } else if let Some((rows, width)) = rows("tokens", tokens)? {
             self.core.with(|core| core.commit_drafts(plan.id(), &rows, width))?
         } else {
             let tokens = ids("tokens", tokens)?;
@@ -433,7 +438,7 @@ pub(crate) fn counts(pool: &pagedkv_core::BlockPool) -> (u32, u32, u32, u32) {
 
 /// What a commit did: four arrays with one entry per sample that got tokens, and lists of what changed state.
 ///
-/// `finish_reason` is 0 for none, 1 for stop, 2 for length, 3 for abort.
+/// `finish_reason` is 0 for none, 1 for stop, 2 for length, 3 for abort, 4 for a beam that no token continued.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct StepResult(CoreResult);
 

@@ -265,6 +265,20 @@ impl KVCacheManager {
         Some(BlockCopy { column, source, target })
     }
 
+    /// Where the newest plan stands, for [`Self::undo_to`].
+    pub(crate) fn mark(&self) -> (usize, usize) {
+        let record = self.plans.back().expect("a plan is open");
+        (record.growths.len(), record.fills.len())
+    }
+
+    /// Undoes what was done in the newest plan since the mark.
+    pub(crate) fn undo_to(&mut self, (growths, fills): (usize, usize)) {
+        let record = self.plans.back_mut().expect("a plan is open");
+        let (growths, fills) = (record.growths.split_off(growths), record.fills.split_off(fills));
+        let mut since = PlanRecord { id: record.id, growths, fills };
+        self.undo(&mut since);
+    }
+
     fn undo(&mut self, record: &mut PlanRecord) {
         for growth in record.growths.drain(..).rev() {
             let index = growth.sequence as usize;

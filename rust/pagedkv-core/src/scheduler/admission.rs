@@ -16,7 +16,7 @@ impl Scheduler {
             };
             let request = self.request(slot);
             // Its samples may be on their way, or its rows still be named by a plan in flight.
-            if request.num_in_flight > 0 || request.num_live > self.seats.num_free() {
+            if request.num_in_flight > 0 || request.num_seats() > self.seats.num_free() {
                 return;
             }
             let mut hits = std::mem::take(&mut self.hits);
@@ -117,7 +117,8 @@ impl Scheduler {
 
     fn take_seats(&mut self, slot: u32, leader: usize) {
         for sample in 0..self.request(slot).samples.len() {
-            if self.request(slot).samples[sample].finish.is_some() {
+            let request = self.request(slot);
+            if request.samples[sample].finish.is_some() && !request.is_gang() {
                 continue;
             }
             let row = self.seats.take_row();

@@ -113,7 +113,7 @@ impl Scheduler {
         result
     }
 
-    fn oldest(&self, plan: PlanId) -> Result<&InFlight> {
+    pub(super) fn oldest(&self, plan: PlanId) -> Result<&InFlight> {
         match self.plans.front() {
             Some(record) if record.id == plan => Ok(record),
             Some(oldest) if self.plans.iter().any(|record| record.id == plan) => {
@@ -158,7 +158,7 @@ impl Scheduler {
     }
 
     /// The prompt that the samples of a request share is computed: each becomes a sequence of its own.
-    fn part_samples(&mut self, entry: &Entry, result: &mut StepResult) {
+    pub(super) fn part_samples(&mut self, entry: &Entry, result: &mut StepResult) {
         if self.manager.resident(entry.sequence as usize, entry.epoch).is_none() {
             return;
         }
@@ -204,26 +204,23 @@ impl Scheduler {
             reason = request.finish_reason(sample, token);
         }
         result.num_ignored += ignored - num_taken as u32;
-        result.handles.push(entry.handle.get());
-        result.sequence.push(sample as i32);
-        result.num_new_tokens.push(num_taken as i32);
-        result.finish_reason.push(reason.map_or(0, |reason| reason as i8));
+        result.push(entry.handle, sample as i32, num_taken as i32, reason.map_or(0, |reason| reason as i8));
         if let Some(reason) = reason {
-            self.end(entry, sample, reason, result);
+            self.end(entry.slot, sample, reason, result);
         }
     }
 
-    fn end(&mut self, entry: &Entry, sample: usize, reason: FinishReason, result: &mut StepResult) {
-        let request = self.request(entry.slot);
+    pub(super) fn end(&mut self, slot: u32, sample: usize, reason: FinishReason, result: &mut StepResult) {
+        let request = self.request(slot);
         if request.num_live == 1 {
             result.finished.push(FinishedRequest {
-                handle: entry.handle,
+                handle: request.handle,
                 request_id: request.id.to_string(),
                 num_cached_tokens: request.num_cached_tokens,
                 num_preemptions: request.num_preemptions,
             });
         }
-        self.finish_sample(entry.slot, sample, reason);
+        self.finish_sample(slot, sample, reason);
     }
 }
 
@@ -242,7 +239,15 @@ impl Entry {
 impl super::request::Request {
     /// Why a sample ends with this token, its last so far, if it does.
     fn finish_reason(&self, sample: usize, token: i32) -> Option<FinishReason> {
-        let num_outputs = self.samples[sample].num_outputs;
+        self.reason_at(self.samples[sample].num_outputs, token)
+    }
+
+    /// Why a sample would end with this token as its next, if it would.
+    pub(super) fn reason_for(&self, sample: usize, token: i32) -> Option<FinishReason> {
+        self.reason_at(self.samples[sample].num_outputs + 1, token)
+    }
+
+    fn reason_at(&self, num_outputs: u32, token: i32) -> Option<FinishReason> {
         if num_outputs >= self.min_tokens.max(1) && self.stop_token_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else {

@@ -10,6 +10,7 @@
 //! beside what running prefills still need; so a preempted request is taken up again before any that came later.
 
 mod admission;
+mod beams;
 mod build;
 mod commit;
 mod drafts;
@@ -256,7 +257,7 @@ impl Scheduler {
             }
             for sample in &request.samples {
                 let has_seat = sample.row != request::NONE;
-                if has_seat != (is_running && sample.finish.is_none()) {
+                if has_seat != (is_running && (sample.finish.is_none() || request.is_gang())) {
                     return broken(format!("a sample of request {} has no seat, or one too many", request.id));
                 }
                 sequences += usize::from(sample.sequence != request::NONE);

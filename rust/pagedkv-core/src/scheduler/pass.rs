@@ -131,8 +131,13 @@ impl Scheduler {
             let request = self.request(slot);
             if !request.needs_commit || request.num_in_flight == 0 {
                 match request.stage {
-                    Stage::Prompt => self.grow(pass, at, request.leader()),
-                    _ if request.samples.len() == 1 => self.grow(pass, at, 0),
+                    Stage::Prompt => {
+                        self.grow(pass, at, request.leader());
+                    }
+                    _ if request.samples.len() == 1 => {
+                        self.grow(pass, at, 0);
+                    }
+                    _ if request.is_gang() => self.grow_gang(pass, at),
                     _ => self.grow_samples(pass, at),
                 }
             }
@@ -149,11 +154,12 @@ impl Scheduler {
         }
     }
 
-    /// Grows one sample of the running request at `at`, if it has tokens to compute and room is found.
-    fn grow(&mut self, pass: &mut Pass, at: usize, sample: usize) {
+    /// Grows one sample of the running request at `at`, if it has tokens to compute and room is found. Answers whether
+    /// it did.
+    pub(super) fn grow(&mut self, pass: &mut Pass, at: usize, sample: usize) -> bool {
         let slot = self.running[at];
         let Some(want) = self.want(slot, sample, pass.previous) else {
-            return;
+            return false;
         };
         let index = self.request(slot).samples[sample].sequence as usize;
         let mut hits = std::mem::take(&mut self.hits);
@@ -186,6 +192,7 @@ impl Scheduler {
         let sequence = self.manager.sequence(index);
         let columns = want.target.div_ceil(self.manager.block_size);
         pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
+        grown.is_some()
     }
 
     /// Tokens of the next chunk that starts at `start`: within the budget and the limit on long prefills, and ending on a
@@ -217,7 +224,8 @@ impl Scheduler {
             // The last token that a sample may have needs no slot.
             let last = request.prompt_len() + request.max_tokens - 1;
             let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
-            ((len + coming).min(last), len.min(last))
+            let end = if self.waits_for_others(request) { len - 1 } else { len + coming };
+            (end.min(last), len.min(last))
         };
         // Guesses run right behind the last token that is known, and no more of them than can still be accepted.
         let can_draft = !sample.drafts.is_empty() && target == len && sequence.num_scheduled + 1 == len;

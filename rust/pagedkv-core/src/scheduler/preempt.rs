@@ -38,7 +38,7 @@ impl Scheduler {
         if !is_behind(self) || self.request(slot).num_in_flight > 0 {
             return;
         }
-        let num_seats = self.request(slot).num_live;
+        let num_seats = self.request(slot).num_seats();
         loop {
             let (needed, is_partial) = self.admission_needs(slot, pass.budget);
             let pool = self.manager.pool();
@@ -91,10 +91,30 @@ impl Scheduler {
         }
         let request_id = request.id.to_string();
         self.seats.release_row(row, fence);
+        let change = Change { row, request_id, sample: sample as u32 };
+        self.leave_seat(sequence).then_some(Departure { handle, sample: sample as u32, change })
+    }
+
+    /// Answers whether a plan had announced the seat.
+    fn leave_seat(&mut self, sequence: usize) -> bool {
         let was_announced = self.seats.seat(sequence).is_announced;
         self.seats.leave(sequence);
-        let change = Change { row, request_id, sample: sample as u32 };
-        was_announced.then_some(Departure { handle, sample: sample as u32, change })
+        was_announced
+    }
+
+    /// A sample that ended leaves its sequence; its row stays with the request where that is a gang that goes on.
+    fn depart_for_good(&mut self, slot: u32, sample: usize) {
+        let request = self.request(slot);
+        let departure = if request.is_gang() && request.num_live > 0 {
+            let ended = &request.samples[sample];
+            let change = Change { row: ended.row, request_id: request.id.to_string(), sample: sample as u32 };
+            let departure = Departure { handle: request.handle, sample: sample as u32, change };
+            let sequence = ended.sequence as usize;
+            self.leave_seat(sequence).then_some(departure)
+        } else {
+            self.depart(slot, sample)
+        };
+        self.announcements.finished.extend(departure);
     }
 
     /// Ends a sample, and its request with the last one. One that has ended is left alone.
@@ -109,12 +129,14 @@ impl Scheduler {
         if leads_others {
             self.hand_over(slot, sample);
         }
-        if let Some(departure) = self.depart(slot, sample) {
-            self.announcements.finished.push(departure);
-        }
+        self.depart_for_good(slot, sample);
         let request = self.request_mut(slot);
         let sequence = std::mem::replace(&mut request.samples[sample].sequence, NONE);
         let is_over = request.num_live == 0;
+        if is_over {
+            // What a gang kept for samples that ended before.
+            (0..self.request(slot).samples.len()).for_each(|other| drop(self.depart(slot, other)));
+        }
         if sequence != NONE {
             self.manager.remove(sequence as usize);
         }
@@ -149,7 +171,8 @@ impl Scheduler {
         self.ageing.remove(&(request.due_at, request.handle));
         let num_outputs: u64 = request.samples.iter().map(|sample| u64::from(sample.num_outputs)).sum();
         let view = request.view(request.prompt_len(), 0);
-        self.policy.ended(&view, view.max_tokens - u64::from(request.prompt_len()) - num_outputs);
+        let most = view.max_tokens - u64::from(request.prompt_len());
+        self.policy.ended(&view, most.saturating_sub(num_outputs));
         if self.waiting.remove(&request.order).is_none() {
             self.running.retain(|&other| other != slot);
         }

@@ -132,6 +132,8 @@ pub enum FinishReason {
     Length = 2,
     /// The caller's abort.
     Abort = 3,
+    /// A beam that no token continued.
+    Dropped = 4,
 }
 
 /// How far the samples of a request have parted.
@@ -251,6 +253,17 @@ impl Request {
 
     pub(super) fn prompt_len(&self) -> u32 {
         self.prompt.len() as u32
+    }
+
+    /// Whether the samples are planned together or not at all, and seats stay with the request until it ends: beams take
+    /// each other's places.
+    pub(super) fn is_gang(&self) -> bool {
+        self.needs_commit && self.samples.len() > 1
+    }
+
+    /// Seats that the request takes when it is admitted.
+    pub(super) fn num_seats(&self) -> u32 {
+        if self.is_gang() { self.samples.len() as u32 } else { self.num_live }
     }
 
     /// The live sample with the lowest number: it computes the prompt for the others.

@@ -1,0 +1,299 @@
+//! Beams: samples that take each other's places, step by step, and are planned together or not at all.
+
+use super::commit::StepResult;
+use super::pass::{Entry, Pass};
+use super::request::{FinishReason, Request, Stage};
+use super::{Fork, InFlight, Scheduler};
+use crate::error::{Result, invalid};
+use crate::ids::{Handle, PlanId};
+
+/// A sample that a plan drew, by its place among the plan's samples.
+#[derive(Clone, Copy, Debug)]
+struct Drawn {
+    slot: u32,
+    handle: Handle,
+    sample: usize,
+    index: usize,
+}
+
+/// State of a pass before a gang grew.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    entries: usize,
+    cells: usize,
+    copies: usize,
+    budget: u32,
+    claimed: u32,
+    num_partial_prefills: u32,
+}
+
+impl Scheduler {
+    /// Ends the oldest plan with tokens that continue chosen samples: token `i` continues the sample `parents[i]` of the
+    /// plan, as it was before this step's token.
+    ///
+    /// Samples without a token end first. Of the tokens of a parent that go on, the first keeps its sequence and row, the
+    /// others take the request's lowest free numbers and their rows, in order. A token that ends its sample, by stop token
+    /// or length, needs no seat. In the result the tokens come in their order, with sequence -1 for those that ended
+    /// without a sequence of their own, and then the samples that were dropped.
+    ///
+    /// # Errors
+    /// As [`Self::commit`]; [`crate::Error::InvalidArgument`] also for a parent outside the plan's samples, for more than
+    /// n tokens of a request that go on, and for a request that is in another plan in flight and whose samples do not get
+    /// one token each: those need `needs_commit`.
+    pub fn commit_beams(&mut self, plan: PlanId, tokens: &[i32], parents: &[i32]) -> Result<StepResult> {
+        self.check_beams(plan, tokens, parents)?;
+        self.drain_inbox();
+        self.manager.commit(plan).expect("the plan is the oldest in flight");
+        let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
+        let mut result = StepResult::default();
+        let drawn = self.settle_entries(&record, &mut result);
+        let mut children = vec![Vec::new(); record.samples.len()];
+        parents.iter().enumerate().for_each(|(i, &parent)| children[parent as usize].push(i));
+        let mut outcome = vec![None; tokens.len()];
+        for family in drawn.chunk_by(|one, other| one.slot == other.slot) {
+            self.continue_family(family, &children, tokens, &mut outcome, &mut result);
+        }
+        report(parents, &drawn, &children, &outcome, &mut result);
+        self.seats.plans_ended(self.plans.front().map(|record| record.id));
+        record.clear();
+        self.spare_plans.push(record);
+        Ok(result)
+    }
+
+    fn check_beams(&self, plan: PlanId, tokens: &[i32], parents: &[i32]) -> Result<()> {
+        let record = self.oldest(plan)?;
+        if record.entries.iter().any(|entry| entry.num_drafts > 0) {
+            return invalid("parents", "no draft tokens in the same plan", "a plan that checks some");
+        }
+        if tokens.len() != parents.len() {
+            return invalid("tokens", format!("{}, one per parent", parents.len()), tokens.len());
+        }
+        if let Some(negative) = tokens.iter().find(|&&token| token < 0) {
+            return invalid("tokens", "token ids of at least 0", negative);
+        }
+        let num_samples = record.samples.len();
+        if let Some(wrong) = parents.iter().find(|&&parent| parent < 0 || parent as usize >= num_samples) {
+            return invalid("parents", format!("samples of the plan, below {num_samples}"), wrong);
+        }
+        let mut num_tokens = vec![(0_u32, 0_u32); num_samples];
+        let entry_of = Self::entries_of(record);
+        for (&token, &parent) in tokens.iter().zip(parents) {
+            let (all, going_on) = &mut num_tokens[parent as usize];
+            *all += 1;
+            let (entry, sample) = entry_of[parent as usize];
+            *going_on += u32::from(self.live(entry).is_some_and(|request| request.reason_for(sample, token).is_none()));
+        }
+        let by_request = |one: &usize, other: &usize| entry_of[*one].0.slot == entry_of[*other].0.slot;
+        let all: Vec<usize> = (0..num_samples).collect();
+        for family in all.chunk_by(by_request) {
+            let Some(request) = self.live(entry_of[family[0]].0) else { continue };
+            let going_on: u32 = family.iter().map(|&sample| num_tokens[sample].1).sum();
+            if going_on > request.samples.len() as u32 {
+                let expected =
+                    format!("at most {} tokens that go on for request {:?}", request.samples.len(), request.id);
+                return invalid("parents", expected, going_on);
+            }
+            if !request.is_gang() && family.iter().any(|&sample| num_tokens[sample].0 > 1) {
+                let expected =
+                    format!("one token per sample of request {:?}, which has not needs_commit and n > 1", request.id);
+                return invalid("parents", expected, "more");
+            }
+            let num_entries = record.entries.iter().filter(|entry| entry.handle == request.handle).count() as u32;
+            let is_elsewhere = request.num_in_flight > num_entries;
+            if is_elsewhere && family.iter().any(|&sample| num_tokens[sample].0 != 1) {
+                let expected = format!("one token per sample of request {:?}, which is in another plan", request.id);
+                return invalid("parents", expected, "another number");
+            }
+        }
+        Ok(())
+    }
+
+    /// The entry and the sample number behind each sample of a plan.
+    fn entries_of(record: &InFlight) -> Vec<(&Entry, usize)> {
+        let mut entries: Vec<_> = record.entries.iter().filter(|entry| entry.num_samples > 0).collect();
+        entries.sort_by_key(|entry| entry.first_sample);
+        let mut found = Vec::with_capacity(record.samples.len());
+        for entry in entries {
+            let drawn = &record.samples[entry.first_sample as usize..][..entry.num_samples as usize];
+            found.extend(drawn.iter().map(|&sample| (entry, sample as usize)));
+        }
+        found
+    }
+
+    fn live(&self, entry: &Entry) -> Option<&Request> {
+        self.requests[entry.slot as usize].as_ref().filter(|request| request.handle == entry.handle)
+    }
+
+    /// Parts prompts that are computed, and lists the samples drawn whose requests live, in the order of the plan.
+    fn settle_entries(&mut self, record: &InFlight, result: &mut StepResult) -> Vec<Drawn> {
+        for entry in &record.entries {
+            let Some(request) = self.entry_request(entry) else { continue };
+            request.num_in_flight -= 1;
+            if entry.completes_prompt {
+                self.part_samples(entry, result);
+            }
+        }
+        let mut drawn = Vec::with_capacity(record.samples.len());
+        for (index, (entry, sample)) in Self::entries_of(record).into_iter().enumerate() {
+            if let Some(request) = self.entry_request(entry) {
+                request.samples[sample].num_pending -= 1;
+                drawn.push(Drawn { slot: entry.slot, handle: entry.handle, sample, index });
+            }
+        }
+        drawn
+    }
+
+    /// Ends the samples of a request that no token continues, forks for tokens beyond the first, then adds the tokens.
+    fn continue_family(
+        &mut self,
+        family: &[Drawn],
+        children: &[Vec<usize>],
+        tokens: &[i32],
+        outcome: &mut [Option<(i32, i8)>],
+        result: &mut StepResult,
+    ) {
+        let mut places = Vec::new();
+        let mut ended = Vec::new();
+        for parent in family.iter().filter(|parent| self.is_alive(parent)) {
+            let request = self.request(parent.slot);
+            let (going_on, ending): (Vec<usize>, Vec<usize>) = children[parent.index]
+                .iter()
+                .partition(|&&token| request.reason_for(parent.sample, tokens[token]).is_none());
+            for (nth, &token) in ending.iter().enumerate() {
+                let reason = request.reason_for(parent.sample, tokens[token]).expect("the token ends its sample");
+                let own = if nth == 0 && going_on.is_empty() { parent.sample as i32 } else { -1 };
+                outcome[token] = Some((own, reason as i8));
+            }
+            match (going_on.is_empty(), ending.first()) {
+                (true, Some(&token)) => ended.push((*parent, Some(token))),
+                (true, None) => ended.push((*parent, None)),
+                _ => {}
+            }
+            places.extend(going_on.into_iter().enumerate().map(|(nth, token)| (token, *parent, nth == 0)));
+        }
+        places.sort_unstable_by_key(|&(token, ..)| token);
+        for (parent, token) in ended {
+            self.end_beam(parent, token.map(|token| tokens[token]), result);
+        }
+        // Forks come from their parents as they were before this step's tokens.
+        let seats: Vec<_> =
+            places.iter().map(|&(token, parent, keeps)| (token, parent, self.place(parent, keeps, result))).collect();
+        for (token, parent, sample) in seats {
+            let index = self.ensure_sequence(parent.slot, sample);
+            self.manager.append_token(index, tokens[token]);
+            self.request_mut(parent.slot).samples[sample].num_outputs += 1;
+            outcome[token] = Some((sample as i32, 0));
+        }
+    }
+
+    fn is_alive(&self, drawn: &Drawn) -> bool {
+        let request = self.requests[drawn.slot as usize].as_ref().filter(|request| request.handle == drawn.handle);
+        request.is_some_and(|request| request.samples[drawn.sample].finish.is_none())
+    }
+
+    fn end_beam(&mut self, parent: Drawn, token: Option<i32>, result: &mut StepResult) {
+        let reason = token.and_then(|token| self.request(parent.slot).reason_for(parent.sample, token));
+        self.request_mut(parent.slot).samples[parent.sample].num_outputs += u32::from(token.is_some());
+        let reason = reason.unwrap_or(FinishReason::Dropped);
+        self.end(parent.slot, parent.sample, reason, result);
+    }
+
+    /// The sample that a token which goes on belongs to: its parent, or a fork of it on the lowest free number.
+    fn place(&mut self, parent: Drawn, keeps: bool, result: &mut StepResult) -> usize {
+        if keeps {
+            return parent.sample;
+        }
+        let from = self.ensure_sequence(parent.slot, parent.sample);
+        let fork = self.manager.fork_at(from).index;
+        let request = self.request_mut(parent.slot);
+        let is_free = |sample: &super::request::Sample| sample.finish.is_some();
+        let child = request.samples.iter().position(is_free).expect("no more tokens go on than there are samples");
+        let num_outputs = request.samples[parent.sample].num_outputs;
+        let sample = &mut request.samples[child];
+        (sample.sequence, sample.num_outputs, sample.finish) = (fork, num_outputs, None);
+        request.num_live += 1;
+        if request.stage != Stage::Waiting {
+            self.sit(parent.slot, child);
+        }
+        result.forked.push(Fork { handle: parent.handle, parent: parent.sample as u32, child: child as u32 });
+        child
+    }
+
+    /// Grows every live sample of a gang, or none. While some still compute what they lost to a preemption, the others
+    /// wait for them.
+    pub(super) fn grow_gang(&mut self, pass: &mut Pass, at: usize) {
+        let slot = self.running[at];
+        let request = self.request(slot);
+        let is_ready = !self.waits_for_others(request);
+        if is_ready && request.num_live > pass.budget {
+            return;
+        }
+        let mark = Mark {
+            entries: pass.record.entries.len(),
+            cells: pass.record.cells.len(),
+            copies: pass.copies.len(),
+            budget: pass.budget,
+            claimed: pass.claimed,
+            num_partial_prefills: pass.num_partial_prefills,
+        };
+        let undo_to = self.manager.mark();
+        for sample in 0..self.request(slot).samples.len() {
+            let is_live = self.request(slot).samples[sample].finish.is_none();
+            if is_live && pass.budget > 0 && !self.grow(pass, at, sample) && is_ready {
+                self.manager.undo_to(undo_to);
+                self.forget_entries(pass, mark);
+                return;
+            }
+        }
+    }
+
+    fn forget_entries(&mut self, pass: &mut Pass, mark: Mark) {
+        for entry in pass.record.entries.drain(mark.entries..) {
+            let request = self.entry_request(&entry).expect("a request that is being planned lives");
+            request.num_in_flight -= 1;
+            request.num_cached_tokens -= if request.num_preemptions == 0 { entry.num_hit_tokens } else { 0 };
+        }
+        pass.record.cells.truncate(mark.cells);
+        pass.copies.truncate(mark.copies);
+        pass.budget = mark.budget;
+        pass.claimed = mark.claimed;
+        pass.num_partial_prefills = mark.num_partial_prefills;
+    }
+
+    /// Whether a gang has samples that must compute more than their last token before all can go on together.
+    pub(super) fn waits_for_others(&self, request: &Request) -> bool {
+        request.is_gang()
+            && request.samples.iter().filter(|sample| sample.finish.is_none()).any(|sample| {
+                let sequence = self.manager.sequence(sample.sequence as usize);
+                sequence.num_scheduled + 1 < sequence.tokens.len()
+            })
+    }
+}
+
+/// Writes what became of each token, in order, and which samples were dropped.
+fn report(
+    parents: &[i32],
+    drawn: &[Drawn],
+    children: &[Vec<usize>],
+    outcome: &[Option<(i32, i8)>],
+    result: &mut StepResult,
+) {
+    for (&parent, outcome) in parents.iter().zip(outcome) {
+        let found = drawn.binary_search_by_key(&(parent as usize), |drawn| drawn.index);
+        match (outcome, found) {
+            (&Some((sequence, reason)), Ok(found)) => result.push(drawn[found].handle, sequence, 1, reason),
+            _ => result.num_ignored += 1,
+        }
+    }
+    let dropped = drawn.iter().filter(|drawn| children[drawn.index].is_empty());
+    dropped.for_each(|drawn| result.push(drawn.handle, drawn.sample as i32, 0, FinishReason::Dropped as i8));
+}
+
+impl StepResult {
+    pub(super) fn push(&mut self, handle: Handle, sequence: i32, num_new_tokens: i32, finish_reason: i8) {
+        self.handles.push(handle.get());
+        self.sequence.push(sequence);
+        self.num_new_tokens.push(num_new_tokens);
+        self.finish_reason.push(finish_reason);
+    }
+}
