@@ -208,3 +208,11 @@ fn requests_that_do_not_wait_for_commits_cannot_branch() {
     let refused = scheduler.commit_beams(plan.id(), &[1, 2], &[0, 0]);
     assert!(matches!(refused, Err(Error::InvalidArgument { argument: "parents", .. })), "{refused:?}");
 }
+
+#[test]
+fn more_beams_than_a_step_has_tokens_are_refused_when_they_are_added() {
+    let limits = SchedulerConfig { max_num_batched_tokens: 2, max_model_len: 64, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&CacheConfig::new(32), &limits).unwrap();
+    let refused = scheduler.add_request(beams("r", 3, 12));
+    assert!(matches!(refused, Err(Error::InvalidArgument { argument: "n", .. })), "{refused:?}");
+}

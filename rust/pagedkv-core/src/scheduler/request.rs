@@ -91,6 +91,13 @@ impl NewRequest {
         if !(1..=limits.max_num_seqs).contains(&self.n) {
             return invalid("n", format!("1 to {} (max_num_seqs)", limits.max_num_seqs), self.n);
         }
+        if self.needs_commit && self.n > limits.max_num_batched_tokens {
+            let expected = format!(
+                "at most {} (max_num_batched_tokens) with needs_commit, which plans all samples together",
+                limits.max_num_batched_tokens
+            );
+            return invalid("n", expected, self.n);
+        }
         let longest = self.prompt_token_ids.len() as u64 + u64::from(self.max_tokens);
         if longest > u64::from(limits.max_model_len) {
             let expected = format!("prompt + max_tokens of at most {} (max_model_len)", limits.max_model_len);
