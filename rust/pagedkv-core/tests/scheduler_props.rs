@@ -174,7 +174,8 @@ impl World {
         let needed = self.model.num_blocks_needed(&request);
         let limits = self.model.limits;
         let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
-        if request.n as usize > limits.max_num_seqs {
+        let together = if request.needs_commit { limits.max_num_batched_tokens } else { usize::MAX };
+        if request.n as usize > limits.max_num_seqs.min(together) {
             return self.refused(|scheduler| scheduler.add_request(request), invalid("n"));
         }
         if request.prompt_token_ids.len() + request.max_tokens as usize > limits.max_model_len {

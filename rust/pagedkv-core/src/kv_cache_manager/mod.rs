@@ -16,6 +16,7 @@ use crate::config::CacheConfig;
 use crate::error::{Error, Result, invalid};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
+use crate::prefix_cache::PrefixCache;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 
@@ -57,6 +58,16 @@ pub(crate) struct Sequence {
     pub(crate) epoch: u32,
     generation: u32,
     pub(crate) is_live: bool,
+}
+
+impl Sequence {
+    /// Takes the path back to its first `len` blocks, if it goes further.
+    fn rewind(&mut self, prefixes: &PrefixCache, len: u32) {
+        while self.path_len > len {
+            self.path = prefixes.node(self.path).parent;
+            self.path_len -= 1;
+        }
+    }
 }
 
 /// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
@@ -380,10 +391,7 @@ impl KVCacheManager {
     fn shrink(&mut self, index: usize, num_tokens: u32) {
         self.pool.stamp += 1;
         let sequence = &mut self.sequences[index];
-        while sequence.path_len > num_tokens / self.block_size {
-            sequence.path = self.pool.prefixes.node(sequence.path).parent;
-            sequence.path_len -= 1;
-        }
+        sequence.rewind(&self.pool.prefixes, num_tokens / self.block_size);
         let named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
         let keep = num_tokens.div_ceil(self.block_size) as usize;
         while sequence.table.len() > keep {

@@ -32,8 +32,12 @@ pub(crate) struct Growth {
 impl Growth {
     /// The growth's sequence and the positions that it writes, unless the sequence lost its blocks meanwhile.
     pub(crate) fn written(&self, sequences: &[Sequence]) -> Option<(usize, std::ops::Range<u32>)> {
-        let index = self.sequence as usize;
-        (sequences[index].epoch == self.epoch).then_some((index, self.start..self.after))
+        self.is_of(sequences).then_some((self.sequence as usize, self.start..self.after))
+    }
+
+    /// Whether the sequence still has the blocks that the growth speaks of.
+    fn is_of(&self, sequences: &[Sequence]) -> bool {
+        sequences[self.sequence as usize].epoch == self.epoch
     }
 }
 
@@ -279,26 +283,33 @@ impl KVCacheManager {
         self.undo(&mut since);
     }
 
+    /// Undoes what a record holds of a plan that does not run: what it took is named by older plans only.
     fn undo(&mut self, record: &mut PlanRecord) {
+        for growth in record.growths.iter().rev().filter(|growth| growth.is_of(&self.sequences)) {
+            self.sequences[growth.sequence as usize].rewind(&self.pool.prefixes, growth.before / self.block_size);
+        }
+        // What was never computed leaves the tree before blocks that were are released, which keeps those in order.
+        for block in record.fills.drain(..) {
+            self.pool.withdraw(block);
+        }
         for growth in record.growths.drain(..).rev() {
-            let index = growth.sequence as usize;
-            if self.sequences[index].epoch != growth.epoch {
+            if !growth.is_of(&self.sequences) {
                 continue;
             }
+            let index = growth.sequence as usize;
+            let in_flight = &mut self.sequences[index].in_flight;
+            if in_flight.last().is_some_and(|&(plan, _)| plan == record.id) {
+                in_flight.pop();
+            }
+            let named_by = in_flight.last().map(|&(plan, _)| plan);
             self.shrink(index, growth.before);
             let sequence = &mut self.sequences[index];
             sequence.tail = growth.tail;
             if let Some(BlockCopy { column, source, target }) = growth.copy {
                 sequence.table[column as usize] = source;
                 self.pool.hold(source);
-                self.pool.release(target, Some(record.id));
+                self.pool.release(target, named_by);
             }
-            if sequence.in_flight.last().is_some_and(|&(plan, _)| plan == record.id) {
-                sequence.in_flight.pop();
-            }
-        }
-        for block in record.fills.drain(..) {
-            self.pool.withdraw(block);
         }
     }
 

@@ -214,6 +214,7 @@ impl Scheduler {
             return None;
         }
         let oldest = self.plans.front().map(|record| record.id);
-        self.manager.pool().first_fencing_plan().filter(|&plan| oldest.is_some_and(|oldest| oldest <= plan)).or(oldest)
+        let fencing = self.manager.pool().first_fencing_plan();
+        fencing.filter(|&plan| self.plans.iter().any(|record| record.id == plan)).or(oldest)
     }
 }

@@ -225,7 +225,7 @@ impl Scheduler {
             let last = request.prompt_len() + request.max_tokens - 1;
             let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
             let end = if self.waits_for_others(request) { len - 1 } else { len + coming };
-            (end.min(last), len.min(last))
+            (end.min(last), end.min(len).min(last))
         };
         // Guesses run right behind the last token that is known, and no more of them than can still be accepted.
         let can_draft = !sample.drafts.is_empty() && target == len && sequence.num_scheduled + 1 == len;

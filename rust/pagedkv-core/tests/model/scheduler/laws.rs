@@ -91,7 +91,9 @@ impl SchedulerModel {
             let runs = |request: &Request, sample| {
                 entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample)
             };
-            let mut sequences = self.residents().flat_map(|request| {
+            // Samples that run together or not at all may want more between them.
+            let alone = self.residents().filter(|request| !request.asked.needs_commit || request.asked.n == 1);
+            let mut sequences = alone.flat_map(|request| {
                 request.sequences().into_iter().map(move |sample| (request, sample, self.num_wanted(request, sample)))
             });
             let waits = sequences.find(|&(request, sample, wanted)| wanted > 0 && !runs(request, sample));
