@@ -121,7 +121,7 @@ class StepLoop(RuleBasedStateMachine):
         plan, _, tokens = self.plans.pop(0)
         drawn_for = np.repeat(plan.handles, np.diff(plan.sample_start_loc)).tolist()
         if not self.beams.isdisjoint(drawn_for):
-            self.commit_beams(plan, drawn_for, random.Random(seed))
+            self.commit_beams(plan, tokens, drawn_for, random.Random(seed))
             return
         result = self.scheduler.commit(plan, tokens)
         got = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
@@ -130,7 +130,7 @@ class StepLoop(RuleBasedStateMachine):
         for key, token in zip(got, kept, strict=True):
             self.texts[key].append(token)
 
-    def commit_beams(self, plan, drawn_for, chance):
+    def commit_beams(self, plan, drawn, drawn_for, chance):
         """Let some beams go and others branch; requests that are none get their one token per sample."""
         numbers = np.repeat(plan.sequence, np.diff(plan.sample_start_loc)).tolist()
         starts = {handle: drawn_for.index(handle) for handle in drawn_for}
@@ -141,7 +141,9 @@ class StepLoop(RuleBasedStateMachine):
             mine = range(starts[handle], starts[handle] + counts[handle])
             parents = [parent for parent in parents if parent not in mine]
             parents += chance.choices(mine, k=chance.randint(1, self.num_beams(handle)))
-        tokens = [chance.randint(0, 1) for _ in parents]
+        # A later plan may have run with the tokens of requests that are no beams.
+        is_beam = [drawn_for[parent] in self.beams for parent in parents]
+        tokens = [chance.randint(0, 1) if beam else drawn[i] for i, beam in zip(parents, is_beam, strict=True)]
         before = dict(self.texts)
         result = self.scheduler.commit(plan, tokens, parents=parents)
         assert result.num_ignored == sum(drawn_for[parent] in self.aborted for parent in parents)

@@ -285,8 +285,10 @@ impl KVCacheManager {
 
     /// Undoes what a record holds of a plan that does not run: what it took is named by older plans only.
     fn undo(&mut self, record: &mut PlanRecord) {
-        for growth in record.growths.iter().rev().filter(|growth| growth.is_of(&self.sequences)) {
-            self.sequences[growth.sequence as usize].rewind(&self.pool.prefixes, growth.before / self.block_size);
+        for growth in record.growths.iter().rev() {
+            if growth.is_of(&self.sequences) {
+                self.sequences[growth.sequence as usize].rewind(&self.pool.prefixes, growth.before / self.block_size);
+            }
         }
         // What was never computed leaves the tree before blocks that were are released, which keeps those in order.
         for block in record.fills.drain(..) {

@@ -226,6 +226,7 @@ impl Scheduler {
         let request = self.request(slot);
         let is_ready = !self.waits_for_others(request);
         if is_ready && request.num_live > pass.budget {
+            self.claim(pass, slot);
             return;
         }
         let mark = Mark {
@@ -242,8 +243,19 @@ impl Scheduler {
             if is_live && pass.budget > 0 && !self.grow(pass, at, sample) && is_ready {
                 self.manager.undo_to(undo_to);
                 self.forget_entries(pass, mark);
-                return;
+                break;
             }
+        }
+        pass.claimed = mark.claimed;
+        self.claim(pass, slot);
+    }
+
+    /// Counts the blocks that a gang still needs for the tokens that it knows.
+    fn claim(&self, pass: &mut Pass, slot: u32) {
+        for sample in self.request(slot).samples.iter().filter(|sample| sample.finish.is_none()) {
+            let sequence = self.manager.sequence(sample.sequence as usize);
+            let columns = sequence.tokens.len().div_ceil(self.manager.block_size);
+            pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
         }
     }
 
@@ -256,7 +268,6 @@ impl Scheduler {
         pass.record.cells.truncate(mark.cells);
         pass.copies.truncate(mark.copies);
         pass.budget = mark.budget;
-        pass.claimed = mark.claimed;
         pass.num_partial_prefills = mark.num_partial_prefills;
     }
 
