@@ -12,7 +12,9 @@ mod errors;
 mod guard;
 mod manager;
 mod plan;
+mod policy;
 mod pool;
+mod result;
 mod scheduler;
 mod sim;
 
@@ -33,7 +35,9 @@ mod _core {
     #[pymodule_export]
     use crate::pool::BlockPool;
     #[pymodule_export]
-    use crate::scheduler::{FinishedRequest, Scheduler, StepResult};
+    use crate::result::{FinishedRequest, StepResult};
+    #[pymodule_export]
+    use crate::scheduler::Scheduler;
 
     #[pymodule_export]
     use crate::sim::{SaturatedReplay, read_lengths, replay_saturated};

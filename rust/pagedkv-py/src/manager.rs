@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use numpy::PyArray1;
-use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, SequenceId};
+use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, PlanId, SequenceId};
 use pyo3::prelude::*;
 
 use crate::arrays::{array, ids};
 use crate::config::CacheConfig;
 use crate::errors::{internal, to_py_err};
 use crate::guard::Guarded;
-use crate::scheduler::{Span, counts, identity, plan_id};
+use crate::scheduler::{Span, counts, identity};
 
 /// Sequences and the blocks that they hold, for people with a scheduler of their own.
 ///
@@ -74,7 +74,7 @@ impl KVCacheManager {
 
     /// Open a plan; growth goes to the newest.
     fn begin_plan(&self) -> PyResult<u64> {
-        self.0.with(Core::begin_plan).map(pagedkv_core::PlanId::get)
+        self.0.with(Core::begin_plan).map(PlanId::get)
     }
 
     /// Slots for a sequence's next tokens in the newest plan, after the blocks of `computed`.
@@ -98,12 +98,12 @@ impl KVCacheManager {
 
     /// End the oldest plan: what it filled is public.
     fn commit(&self, plan: u64) -> PyResult<()> {
-        self.call(|core| core.commit(plan_id(plan)))
+        self.call(|core| core.commit(PlanId::new(plan)))
     }
 
     /// Undo a plan and every plan behind it.
     fn rollback(&self, plan: u64) -> PyResult<()> {
-        self.call(|core| core.rollback(plan_id(plan)))
+        self.call(|core| core.rollback(PlanId::new(plan)))
     }
 
     /// A second sequence with the same tokens and blocks. It takes no block; the shared last one is copied when one of

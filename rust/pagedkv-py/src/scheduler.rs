@@ -2,22 +2,19 @@
 
 use std::sync::Arc;
 
-use numpy::{PyArray1, PyReadonlyArray1};
+use numpy::PyArray1;
 use pagedkv_core::Policy;
-use pagedkv_core::scheduler::RequestView;
-use pagedkv_core::{
-    BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, PlanId, RootKey, Scheduler as Core,
-    StepResult as CoreResult,
-};
+use pagedkv_core::{BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, RootKey, Scheduler as Core};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
 use crate::errors::{internal, to_py_err, unsupported};
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
+use crate::policy::ask;
+use crate::result::StepResult;
 
 /// A span of prompt positions that stand for an image: start, length, digest.
 pub(crate) type Span = (u32, u32, Vec<u8>);
@@ -71,53 +68,6 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
 
 fn monotonic(py: Python<'_>) -> PyResult<f64> {
     py.import(intern!(py, "time"))?.call_method0(intern!(py, "monotonic"))?.extract()
-}
-
-/// What a policy is told of the waiting requests.
-#[derive(Default)]
-struct Waiting {
-    handles: Vec<i64>,
-    priority: Vec<i32>,
-    arrival: Vec<f64>,
-    num_tokens: Vec<i64>,
-    max_tokens: Vec<i64>,
-    tenants: Vec<Option<String>>,
-}
-
-impl Waiting {
-    fn push(&mut self, request: &RequestView<'_>) {
-        self.handles.push(request.handle.get());
-        self.priority.push(request.priority);
-        self.arrival.push(request.arrival);
-        self.num_tokens.push(i64::from(request.num_tokens));
-        self.max_tokens.push(request.max_tokens as i64);
-        self.tenants.push(request.tenant.map(str::to_owned));
-    }
-
-    fn ask(self, policy: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<f64>)> {
-        let py = policy.py();
-        let arguments = PyDict::new(py);
-        arguments.set_item(intern!(py, "handles"), array(py, self.handles.clone()))?;
-        arguments.set_item(intern!(py, "priority"), array(py, self.priority))?;
-        arguments.set_item(intern!(py, "arrival"), array(py, self.arrival))?;
-        arguments.set_item(intern!(py, "num_tokens"), array(py, self.num_tokens))?;
-        arguments.set_item(intern!(py, "max_tokens"), array(py, self.max_tokens))?;
-        arguments.set_item(intern!(py, "tenants"), self.tenants)?;
-        let answer = policy.call((), Some(&arguments))?;
-        let keys = match answer.extract::<PyReadonlyArray1<'_, f64>>() {
-            Ok(keys) => keys.as_array().to_vec(),
-            Err(_) => answer.extract().map_err(|_| wrong_type("policy", "an answer of floats", &answer))?,
-        };
-        Ok((self.handles, keys))
-    }
-}
-
-impl Scheduler {
-    fn ask(&self, policy: &Bound<'_, PyAny>) -> PyResult<(Vec<i64>, Vec<f64>)> {
-        let mut waiting = Waiting::default();
-        self.core.with(|core| core.for_each_waiting(|request| waiting.push(request)))?;
-        waiting.ask(policy)
-    }
 }
 
 #[pymethods]
@@ -260,7 +210,7 @@ impl Scheduler {
     fn schedule(&self, py: Python<'_>) -> PyResult<StepPlan> {
         let plan = match &self.policy {
             Some(policy) => {
-                let (handles, keys) = self.ask(policy.bind(py))?;
+                let (handles, keys) = ask(&self.core, policy.bind(py))?;
                 self.core.with(|core| core.schedule_by(&handles, &keys))?
             }
             None => self.core.with(Core::schedule)?,
@@ -434,85 +384,4 @@ impl Scheduler {
 
 pub(crate) fn counts(pool: &pagedkv_core::BlockPool) -> (u32, u32, u32, u32) {
     (pool.num_free(), pool.num_cached(), pool.num_held(), pool.num_fenced())
-}
-
-/// What a commit did: four arrays with one entry per sample that got tokens, and lists of what changed state.
-///
-/// `finish_reason` is 0 for none, 1 for stop, 2 for length, 3 for abort, 4 for a beam that no token continued.
-#[pyclass(frozen, module = "pagedkv._core")]
-pub(crate) struct StepResult(CoreResult);
-
-#[pymethods]
-impl StepResult {
-    #[getter]
-    fn handles<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        array(py, self.0.handles.clone())
-    }
-
-    #[getter]
-    fn sequence<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, self.0.sequence.clone())
-    }
-
-    #[getter]
-    fn num_new_tokens<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, self.0.num_new_tokens.clone())
-    }
-
-    #[getter]
-    fn finish_reason<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i8>> {
-        array(py, self.0.finish_reason.clone())
-    }
-
-    #[getter]
-    fn finished(&self) -> Vec<FinishedRequest> {
-        self.0.finished.iter().cloned().map(FinishedRequest).collect()
-    }
-
-    /// Handle, parent and child sample.
-    #[getter]
-    fn forked(&self) -> Vec<(i64, u32, u32)> {
-        self.0.forked.iter().map(|fork| (fork.handle.get(), fork.parent, fork.child)).collect()
-    }
-
-    #[getter]
-    fn num_ignored(&self) -> u32 {
-        self.0.num_ignored
-    }
-}
-
-/// A request whose last sample ended.
-#[pyclass(frozen, module = "pagedkv._core")]
-pub(crate) struct FinishedRequest(pagedkv_core::FinishedRequest);
-
-#[pymethods]
-impl FinishedRequest {
-    #[getter]
-    fn handle(&self) -> i64 {
-        self.0.handle.get()
-    }
-
-    #[getter]
-    fn request_id(&self) -> &str {
-        &self.0.request_id
-    }
-
-    #[getter]
-    fn num_cached_tokens(&self) -> u32 {
-        self.0.num_cached_tokens
-    }
-
-    #[getter]
-    fn num_preemptions(&self) -> u32 {
-        self.0.num_preemptions
-    }
-
-    fn __repr__(&self) -> String {
-        format!("FinishedRequest(handle={}, request_id={:?})", self.0.handle.get(), self.0.request_id)
-    }
-}
-
-/// The plan with this number.
-pub(crate) const fn plan_id(number: u64) -> PlanId {
-    PlanId::new(number)
 }
