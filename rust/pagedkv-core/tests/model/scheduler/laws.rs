@@ -46,6 +46,18 @@ impl SchedulerModel {
         }
         let passed_over = self.requests.iter().find(|other| other.handle < last && !other.is_resident);
         assert!(passed_over.is_none(), "{last:?} is admitted before {passed_over:?}");
+        let is_alone = |request: &&Request| !request.asked.needs_commit || request.asked.n == 1;
+        let mut older = self.residents().filter(is_alone).filter(|request| request.handle < last);
+        let left_out = older.find(|&request| {
+            let runs =
+                |&sample: &usize| entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample);
+            let mut idle = request.sequences().into_iter().filter(|sample| !runs(sample));
+            idle.any(|sample| self.num_wanted(request, sample) > 0)
+        });
+        assert!(
+            left_out.is_none() || self.limits.cuts_chunks,
+            "{last:?} is admitted while {left_out:?} waits for room"
+        );
         let first = self.residents().next().expect("the admitted one is resident");
         if residents_before.is_empty() || first.handle == last {
             return;
