@@ -11,7 +11,9 @@ use crate::samples::{Line, Random, micros_each, quantile};
 const SMALL: u32 = 10_000;
 const LARGE: u32 = 10_000_000;
 const BLOCK_SIZE: u32 = 16;
-const NUM_CYCLES: usize = 400;
+const NUM_TURNS: usize = 10;
+/// Cycles in a row, so that all but the first find their blocks where the one before left them.
+const NUM_CYCLES: usize = 50;
 const OPERATIONS: [&str; 3] = ["allocate", "free", "decode_slot"];
 /// Steps of the decode that marches through the large pool, 1,024 slots each.
 const NUM_COLD_STEPS: u32 = 16_384;
@@ -23,11 +25,13 @@ pub(crate) fn pool_scale() -> Line {
     let mut pools = [SMALL, LARGE].map(shuffled_pool);
     let mut managers = [SMALL, LARGE].map(shuffled_manager);
     let mut micros: [[Vec<f64>; 2]; 3] = Default::default();
-    for _ in 0..NUM_CYCLES {
-        for size in 0..2 {
+    for size in [0, 1].repeat(NUM_TURNS) {
+        for _ in 0..NUM_CYCLES {
             let (allocated, freed) = cycle(&mut pools[size]);
             micros[0][size].push(allocated);
             micros[1][size].push(freed);
+        }
+        for _ in 0..NUM_CYCLES {
             micros[2][size].push(decode_cycle(&mut managers[size]));
         }
     }
@@ -70,14 +74,14 @@ fn shuffled_pool(num_blocks: u32) -> BlockPool {
 
 /// A manager whose whole pool was held by sequences and then freed in shuffled order.
 ///
-/// The blocks are dealt to sequences at random, which are freed one after another, three times: a radix sort by random
-/// keys of three digits.
+/// The blocks are dealt to sequences at random, which are freed one after another, twice: a radix sort by random keys of
+/// two digits.
 fn shuffled_manager(num_blocks: u32) -> KVCacheManager {
     const NUM_SEQUENCES: usize = 4096;
     let mut manager = KVCacheManager::new(&CacheConfig::new(num_blocks)).expect("a valid config");
     let mut random = Random(2);
     let nothing = ComputedBlocks::default();
-    for _ in 0..3 {
+    for _ in 0..2 {
         let sequences: Vec<_> = (0..NUM_SEQUENCES).map(|_| create(&mut manager, &[0], false)).collect();
         let mut is_full = false;
         while !is_full {
