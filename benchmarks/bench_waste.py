@@ -8,9 +8,9 @@ The mean is over steps behind the first 10 %. The peer is the paper's own figure
 import os
 from pathlib import Path
 
-import lines
 import numpy as np
 
+import lines
 import pagedkv
 from pagedkv.simulate import read_lengths, replay_saturated
 

@@ -7,6 +7,39 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "AllocatedSlots",
+    "BlockPool",
+    "CacheConfig",
+    "ComputedBlocks",
+    "FinishedRequest",
+    "GroupSpec",
+    "InternalError",
+    "InvalidArgumentError",
+    "KVCacheManager",
+    "NeverFitsError",
+    "NotHeldError",
+    "PagedKVError",
+    "SaturatedReplay",
+    "Scheduler",
+    "SchedulerConfig",
+    "StateError",
+    "StepPlan",
+    "StepResult",
+    "Tensor",
+    "UnknownIdError",
+    "UnsupportedError",
+    "append_kv",
+    "copy_blocks",
+    "default_num_threads",
+    "from_dlpack",
+    "gather_kv",
+    "paged_attention",
+    "read_lengths",
+    "replay_saturated",
+    "update_block_table",
+]
+
 _Int8Array: TypeAlias = NDArray[np.int8]
 _Int32Array: TypeAlias = NDArray[np.int32]
 _Int64Array: TypeAlias = NDArray[np.int64]
@@ -278,6 +311,7 @@ def read_lengths(path: str | os.PathLike[str]) -> tuple[_Int32Array, _Int32Array
 def replay_saturated(
     prompt_tokens: _IdsLike, output_tokens: _IdsLike, cache_config: CacheConfig, scheduler_config: SchedulerConfig
 ) -> SaturatedReplay: ...
+
 @final
 class Scheduler:
     def __new__(

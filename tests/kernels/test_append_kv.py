@@ -72,7 +72,6 @@ def test_append_kv_takes_an_empty_array_when_its_strides_are_zero(caches):
     assert pool.isnan().all()
 
 
-
 @pytest.mark.parametrize("num_threads", [1, 2, 4], indirect=True)
 def test_append_kv_matches_oracle_when_threads_share_the_work(num_threads):
     torch.manual_seed(num_threads)

@@ -7,10 +7,11 @@ sequence of the plan reads its whole row back; each slot must hold the number of
 import random
 
 import numpy as np
-import pagedkv
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import pagedkv
 
 HEAD_DIM = 8
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -135,7 +136,9 @@ class StepLoop(RuleBasedStateMachine):
         numbers = np.repeat(plan.sequence, np.diff(plan.sample_start_loc)).tolist()
         starts = {handle: drawn_for.index(handle) for handle in drawn_for}
         counts = {handle: drawn_for.count(handle) for handle in drawn_for}
-        is_prompt = {handle: numbers[starts[handle]] == numbers[starts[handle] + counts[handle] - 1] for handle in starts}
+        is_prompt = {
+            handle: numbers[starts[handle]] == numbers[starts[handle] + counts[handle] - 1] for handle in starts
+        }
         parents = list(range(len(drawn_for)))
         for handle in self.beams & set(drawn_for):
             mine = range(starts[handle], starts[handle] + counts[handle])

@@ -1,8 +1,9 @@
 """The replay of a trace through Python."""
 
 import numpy as np
-import pagedkv
 import pytest
+
+import pagedkv
 from pagedkv.simulate import read_lengths, replay_saturated
 
 

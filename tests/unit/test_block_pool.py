@@ -1,8 +1,9 @@
 """BlockPool through Python."""
 
 import numpy as np
-import pagedkv
 import pytest
+
+import pagedkv
 from pagedkv.exceptions import InvalidArgumentError, NotHeldError, UnknownIdError
 
 

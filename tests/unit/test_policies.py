@@ -1,8 +1,9 @@
 """Policies through Python."""
 
 import numpy as np
-import pagedkv
 import pytest
+
+import pagedkv
 from pagedkv.exceptions import InvalidArgumentError
 
 PROMPT = np.arange(10, dtype=np.int32)

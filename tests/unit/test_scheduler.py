@@ -4,8 +4,9 @@ import gc
 import threading
 
 import numpy as np
-import pagedkv
 import pytest
+
+import pagedkv
 from pagedkv.exceptions import InvalidArgumentError, NeverFitsError, StateError, UnknownIdError, UnsupportedError
 
 PROMPT = np.arange(10, dtype=np.int32)
