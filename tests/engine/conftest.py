@@ -175,13 +175,13 @@ def open_llm():
 
 @pytest.fixture(scope="session")
 def generate_with_rollbacks():
-    """Return a loop over the public parts that undoes every third plan.
+    """Return a loop over the public parts that undoes every third plan, in turn at each of the points that are named.
 
-    `when` is "before_apply", "after_apply", "after_forward", or "with_plan_behind": then a second plan, made and run
+    They are "before_apply", "after_apply", "after_forward", and "with_plan_behind": then a second plan, made and run
     on the tokens of the first, falls with it.
     """
 
-    def generate(case, when, block_size=16, num_blocks=256):
+    def generate(case, *points, block_size=16, num_blocks=256):
         model = TransformersModel(case.model)
         config = CacheConfig(num_blocks, block_size, groups=[model.group])
         max_model_len = min(1024, model.max_model_len)
@@ -198,7 +198,7 @@ def generate_with_rollbacks():
             plan = scheduler.schedule()
             num_plans += 1
             if num_plans % 3 == 0:
-                _undo(scheduler, cache, model, plan, when)
+                _undo(scheduler, cache, model, plan, points[num_plans // 3 % len(points)])
                 continue
             cache.apply(plan)
             tokens = model.forward(plan, cache).argmax(-1).int()

@@ -1,7 +1,5 @@
 """Greedy tokens of SmolLM2 equal those of `transformers.generate`, token for token, in one continuous batch."""
 
-import pytest
-
 from pagedkv import SamplingParams
 
 
@@ -9,11 +7,26 @@ def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-def test_transformers_smollm2_gives_the_same_tokens(smollm_case, open_llm, block_size):
-    with open_llm(smollm_case.model, block_size=block_size, num_blocks=4096 // block_size, max_model_len=1024) as llm:
+def test_transformers_smollm2_gives_the_same_tokens(smollm_case, open_llm):
+    with open_llm(smollm_case.model, block_size=8, num_blocks=512, max_model_len=1024) as llm:
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
     assert tokens(outputs) == smollm_case.expected
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
+    options = {"block_size": 32, "num_blocks": 128, "max_num_batched_tokens": 48, "max_model_len": 1024}
+    with open_llm(smollm_case.model, **options) as llm:
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected
+
+
+def test_transformers_smollm2_gives_the_same_tokens_when_two_plans_are_in_flight(smollm_case, open_llm):
+    with open_llm(smollm_case.model, max_plans_in_flight=2, num_blocks=256, max_model_len=1024) as llm:
+        filled_in = []
+        llm.step_hooks.append(lambda event: filled_in.append(int((event.plan.input_from >= 0).sum())))
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected
+    assert sum(filled_in) > 0
 
 
 def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted_and_when_the_cache_is_warm(
@@ -30,24 +43,10 @@ def test_transformers_smollm2_gives_the_same_tokens_when_requests_are_preempted_
     assert sum(output.num_cached_tokens for output in warm) > 600
 
 
-def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
-    with open_llm(smollm_case.model, max_num_batched_tokens=48, num_blocks=256, max_model_len=1024) as llm:
-        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
-    assert tokens(outputs) == smollm_case.expected
-
-
-def test_transformers_smollm2_gives_the_same_tokens_when_two_plans_are_in_flight(smollm_case, open_llm):
-    with open_llm(smollm_case.model, max_plans_in_flight=2, num_blocks=256, max_model_len=1024) as llm:
-        filled_in = []
-        llm.step_hooks.append(lambda event: filled_in.append(int((event.plan.input_from >= 0).sum())))
-        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
-    assert tokens(outputs) == smollm_case.expected
-    assert sum(filled_in) > 0
-
-
-@pytest.mark.parametrize("when", ["before_apply", "after_apply"])
-def test_transformers_smollm2_gives_the_same_tokens_after_rollbacks(smollm_case, generate_with_rollbacks, when):
-    assert generate_with_rollbacks(smollm_case, when) == smollm_case.expected
+def test_transformers_smollm2_gives_the_same_tokens_after_rollbacks_before_and_after_apply(
+    smollm_case, generate_with_rollbacks
+):
+    assert generate_with_rollbacks(smollm_case, "before_apply", "after_apply") == smollm_case.expected
 
 
 def test_transformers_smollm2_continues_the_capital_of_france_as_documented(smollm, open_llm):
