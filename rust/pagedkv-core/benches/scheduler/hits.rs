@@ -32,7 +32,7 @@ pub(crate) fn block_hit(what: &'static str, num_blocks: usize) -> Line {
     let bare = BareLoop::new(&prompts, &mut random);
     let num_hit = num_prompts * HIT_BLOCKS;
     let (mut ours, mut limit) = (Vec::new(), Vec::new());
-    for _ in 0..(4_000_000 / num_hit) {
+    for _ in 0..(20_000_000 / num_hit) {
         let start = Instant::now();
         for &probe in &probes {
             let found = manager.get_computed_blocks(probe).expect("the sequence lives");
