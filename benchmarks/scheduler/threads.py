@@ -63,7 +63,9 @@ def open_loop(seconds: int) -> dict[str, Measured]:
     micros: list[float] = []
     finished: list[int] = []
     while any(adder.is_alive() for adder in adders):
-        micros.append(_step(scheduler, finished))
+        step_micros, num_sequences = _step(scheduler, finished)
+        if micros or num_sequences == SEATS:  # steps count from the first that fills all seats
+            micros.append(step_micros)
     num_finished = len(finished)
     added = [handle for adder in adders for handle in adder.handles]
     aborted = [handle for adder in adders for handle in adder.aborted]
@@ -81,8 +83,8 @@ def open_loop(seconds: int) -> dict[str, Measured]:
     }
 
 
-def _step(scheduler: pagedkv.Scheduler, finished: list[int]) -> float:
-    """Run one step; return its microseconds, and leave the handles of requests that ended in it."""
+def _step(scheduler: pagedkv.Scheduler, finished: list[int]) -> tuple[float, int]:
+    """Run one step; return its microseconds and sequences, and leave the handles of requests that ended in it."""
     start = time.perf_counter()
     plan = scheduler.schedule()
     scheduling = time.perf_counter() - start
@@ -91,7 +93,7 @@ def _step(scheduler: pagedkv.Scheduler, finished: list[int]) -> float:
     result = scheduler.commit(plan, tokens)
     micros = (scheduling + time.perf_counter() - start) * 1e6
     finished += [request.handle for request in result.finished]
-    return micros
+    return micros, plan.num_sequences
 
 
 def _num_lost(scheduler: pagedkv.Scheduler, silent: set[int]) -> int:

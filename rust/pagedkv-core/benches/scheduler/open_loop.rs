@@ -27,10 +27,11 @@ struct Added {
     aborted: Vec<Handle>,
 }
 
-/// What the stepping thread saw.
+/// What the stepping thread saw; steps count from the first that fills all seats.
 #[derive(Default)]
 struct Stepped {
     micros: Vec<f64>,
+    has_been_full: bool,
     num_sequences: usize,
     finished: Vec<Handle>,
 }
@@ -116,8 +117,12 @@ fn step(scheduler: &mut Scheduler, stepped: &mut Stepped) {
     let tokens = vec![7; plan.sizes().num_samples as usize];
     let start = Instant::now();
     let result = scheduler.commit(plan.id(), &tokens).expect("the plan is in flight");
-    stepped.micros.push((planning + start.elapsed()).as_secs_f64() * 1e6);
-    stepped.num_sequences += plan.sizes().num_sequences as usize;
+    let micros = (planning + start.elapsed()).as_secs_f64() * 1e6;
+    stepped.has_been_full |= plan.sizes().num_sequences == SEATS;
+    if stepped.has_been_full {
+        stepped.micros.push(micros);
+        stepped.num_sequences += plan.sizes().num_sequences as usize;
+    }
     stepped.finished.extend(result.finished.iter().map(|finished| finished.handle));
 }
 
