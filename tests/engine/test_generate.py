@@ -90,6 +90,23 @@ def test_generate_ends_at_the_end_token_of_the_model(tiny_model, open_llm, max_p
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
 
 
+@pytest.mark.parametrize("ending", [0, 1, 2])
+def test_generate_keeps_tokens_apart_when_a_sample_ended_in_a_plan_that_was_still_in_flight(
+    tiny_model, open_llm, ending
+):
+    with open_llm(tiny_model, block_size=8) as llm:
+        expected = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    stop = expected[ending][4]
+    expected[ending] = expected[ending][: expected[ending].index(stop) + 1]
+    params = [GREEDY] * 3
+    params[ending] = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    ignored = []
+    with open_llm(tiny_model, block_size=8, max_plans_in_flight=2) as llm:
+        llm.step_hooks.append(lambda event: ignored.append(event.result.num_ignored))
+        assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert sum(ignored) == 1
+
+
 def test_generate_goes_on_after_the_end_token_when_ignore_eos(tiny_model, open_llm):
     with open_llm(tiny_model) as llm:
         whole = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -8,7 +8,7 @@ import pytest
 from pagedkv import SamplingParams
 
 PROMPTS = [[5] * 9, [6, 7]]
-STRIDE = 37  # of some 2,000 bytecodes; each takes 20 ms
+STRIDE = 13  # of some 2,000 bytecodes
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 
 
