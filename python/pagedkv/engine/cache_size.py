@@ -2,7 +2,7 @@
 
 import logging
 
-from pagedkv.config import GroupSpec
+from pagedkv.config import GroupSpec, SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
@@ -14,9 +14,7 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 def choose_num_blocks(
     group: GroupSpec,
     block_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    *,
+    limits: SchedulerConfig,
     num_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
 ) -> int:
@@ -28,7 +26,7 @@ def choose_num_blocks(
         What a token takes.
     block_size : int
         Tokens per block.
-    max_model_len, max_num_seqs : int
+    limits : SchedulerConfig
         Longest sequence, and most sequences at a time.
     num_blocks : int, optional
         The answer, if the caller knows it.
@@ -48,8 +46,11 @@ def choose_num_blocks(
 
     Examples
     --------
-    >>> choose_num_blocks(GroupSpec(30, 3, 64), 16, 2048, 4), choose_num_blocks(GroupSpec(30, 3, 64), 16, 8192, 256)
-    (513, 1456)
+    >>> group = GroupSpec(30, 3, 64)
+    >>> choose_num_blocks(group, 16, SchedulerConfig(max_model_len=2048, max_num_seqs=4))
+    513
+    >>> choose_num_blocks(group, 16, SchedulerConfig(max_model_len=8192, max_num_seqs=256))
+    1456
     """
     if num_blocks is not None and kv_cache_memory_bytes is not None:
         raise InvalidArgumentError("kv_cache_memory_bytes: expected None beside num_blocks, found both")
@@ -63,16 +64,16 @@ def choose_num_blocks(
             expected = f"at least {2 * block_bytes}, two blocks"
             raise InvalidArgumentError(f"kv_cache_memory_bytes: expected {expected}, found {kv_cache_memory_bytes}")
     elif num_blocks is None:
-        blocks_per_sequence = -(-max_model_len // block_size)
+        blocks_per_sequence = -(-limits.max_model_len // block_size)
         fitting = max(DEFAULT_KV_CACHE_BYTES // block_bytes, blocks_per_sequence + 1)
-        num_blocks = min(max_num_seqs * blocks_per_sequence + 1, fitting)
+        num_blocks = min(limits.max_num_seqs * blocks_per_sequence + 1, fitting)
     num_tokens = (num_blocks - 1) * block_size
     logger.info(
         "KV cache size: %s tokens in blocks of %d (%.1f MiB), maximum concurrency for %s tokens per request: %.2fx",
         f"{num_tokens:,}",
         block_size,
         num_blocks * block_bytes / 2**20,
-        f"{max_model_len:,}",
-        num_tokens / max_model_len,
+        f"{limits.max_model_len:,}",
+        num_tokens / limits.max_model_len,
     )
     return num_blocks

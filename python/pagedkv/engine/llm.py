@@ -97,14 +97,7 @@ class LLM:
         hf_model, self._tokenizer = load_model(model, tokenizer, dtype)
         paged = TransformersModel(hf_model)
         limits = _limits(paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight)
-        num_blocks = choose_num_blocks(
-            paged.group,
-            block_size,
-            limits.max_model_len,
-            limits.max_num_seqs,
-            num_blocks=num_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-        )
+        num_blocks = choose_num_blocks(paged.group, block_size, limits, num_blocks, kv_cache_memory_bytes)
         config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, groups=[paged.group])
         self._scheduler = Scheduler(config, limits)
         kv_cache = KVCache.from_config(config, limits, device=str(paged.device))
