@@ -60,7 +60,7 @@ def life_2000() -> Measured:
     """Return requests per second, from `add_request` to the commit of the last token."""
     requests = work.as_arrays(work.prompts(2000, 1024, 768))
     samples = []
-    for _ in range(5):
+    for _ in range(15):
         scheduler = work.make_scheduler(256, 40_000)
         micros = sum(work.add(scheduler, str(i), prompt, 64) for i, prompt in enumerate(requests))
         while scheduler.has_unfinished_requests():

@@ -21,28 +21,29 @@ NUM_BLOCKS = 1 << 19
 
 
 class Adder(threading.Thread):
-    """Adds requests at its rate, whatever the scheduler does, and aborts old ones."""
+    """Adds requests at its rate, as far as the interpreter lets it, and aborts old ones."""
 
-    def __init__(self, scheduler: pagedkv.Scheduler, number: int, num_requests: int) -> None:
+    def __init__(self, scheduler: pagedkv.Scheduler, number: int, seconds: int) -> None:
         super().__init__()
         self._scheduler = scheduler
         self._number = number
-        rng = np.random.default_rng(number)
-        head = np.random.default_rng(NUM_THREADS).integers(100_000, size=SHARED_LEN, dtype=np.int32)
-        own = rng.integers(100_000, size=(num_requests, PROMPT_LEN - SHARED_LEN), dtype=np.int32)
-        self._prompts = np.concatenate([np.tile(head, (num_requests, 1)), own], axis=1)
-        self._max_tokens = rng.integers(1, MAX_OUTPUT + 1, size=num_requests).tolist()
+        self._seconds = seconds
         self.micros: list[float] = []
         self.handles: list[int] = []
         self.aborted: list[int] = []
 
     def run(self) -> None:
+        rng = np.random.default_rng(self._number)
+        prompt = np.random.default_rng(NUM_THREADS).integers(100_000, size=PROMPT_LEN, dtype=np.int32)
         live: deque[int] = deque()
         begun = time.perf_counter()
-        for i, (prompt, max_tokens) in enumerate(zip(self._prompts, self._max_tokens, strict=True)):
-            request_id = f"{self._number}-{i}"
+        for i in range(RATE // NUM_THREADS * self._seconds):
+            prompt[SHARED_LEN:] = rng.integers(100_000, size=PROMPT_LEN - SHARED_LEN, dtype=np.int32)
+            request_id, max_tokens = f"{self._number}-{i}", int(rng.integers(1, MAX_OUTPUT + 1))
             time.sleep(max(0.0, begun + i * NUM_THREADS / RATE - time.perf_counter()))
             start = time.perf_counter()
+            if start > begun + self._seconds:
+                return
             handle = self._scheduler.add_request(request_id, prompt, max_tokens=max_tokens)
             self.micros.append((time.perf_counter() - start) * 1e6)
             self.handles.append(handle)
@@ -57,7 +58,7 @@ def open_loop(seconds: int) -> dict[str, Measured]:
     """Return the three lines of the open loop."""
     limits = pagedkv.SchedulerConfig(max_num_seqs=SEATS, max_model_len=2 * MAX_OUTPUT)
     scheduler = pagedkv.Scheduler(pagedkv.CacheConfig(NUM_BLOCKS), limits)
-    adders = [Adder(scheduler, number, RATE // NUM_THREADS * seconds) for number in range(NUM_THREADS)]
+    adders = [Adder(scheduler, number, seconds) for number in range(NUM_THREADS)]
     for adder in adders:
         adder.start()
     micros: list[float] = []
