@@ -303,6 +303,20 @@ def test_scheduler_refuses_to_end_a_plan_twice():
         scheduler.rollback(plan)
 
 
+def test_scheduler_refuses_a_plan_of_another_scheduler():
+    scheduler, other = make_scheduler(), make_scheduler()
+    scheduler.schedule()
+    with pytest.raises(InvalidArgumentError, match="plan: expected a plan of this scheduler"):
+        scheduler.commit(other.schedule(), [])
+
+
+def test_scheduler_refuses_a_plan_that_was_rebuilt_from_a_buffer():
+    scheduler = make_scheduler()
+    copy = pagedkv.StepPlan.from_buffer(bytes(scheduler.schedule().buffer))
+    with pytest.raises(InvalidArgumentError, match="rebuilt from a buffer"):
+        scheduler.rollback(copy)
+
+
 def test_scheduler_refuses_more_plans_than_configured():
     scheduler = make_scheduler()
     scheduler.schedule()

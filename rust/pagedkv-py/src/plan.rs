@@ -33,6 +33,15 @@ impl StepPlan {
         self.plan.id()
     }
 
+    /// The plan's number, if `scheduler` made it: numbers of different schedulers say nothing to one another.
+    pub(crate) fn id_for(&self, scheduler: &SharedScheduler) -> PyResult<pagedkv_core::PlanId> {
+        match &self.scheduler {
+            Some(own) if Arc::ptr_eq(own, scheduler) => Ok(self.plan.id()),
+            Some(_) => Err(invalid("plan", "a plan of this scheduler", "one of another")),
+            None => Err(invalid("plan", "the plan that schedule returned", "one that was rebuilt from a buffer")),
+        }
+    }
+
     fn scheduler(&self) -> PyResult<&SharedScheduler> {
         let why = "block tables of a plan that was rebuilt from a buffer: they are with its scheduler";
         self.scheduler.as_ref().ok_or_else(|| crate::errors::unsupported(why))

@@ -257,14 +257,15 @@ impl Scheduler {
         if accepted.is_some() {
             return Err(unsupported("accepted: there are no draft trees"));
         }
+        let id = plan.id_for(&self.core)?;
         let result = if let Some(parents) = parents {
             let (tokens, parents) = (ids("tokens", tokens)?, ids("parents", parents)?);
-            self.core.with(|core| core.commit_beams(plan.id(), &tokens, &parents))?
+            self.core.with(|core| core.commit_beams(id, &tokens, &parents))?
         } else if let Some((rows, width)) = rows("tokens", tokens)? {
-            self.core.with(|core| core.commit_drafts(plan.id(), &rows, width))?
+            self.core.with(|core| core.commit_drafts(id, &rows, width))?
         } else {
             let tokens = ids("tokens", tokens)?;
-            self.core.with(|core| core.commit(plan.id(), &tokens))?
+            self.core.with(|core| core.commit(id, &tokens))?
         };
         result.map(StepResult).map_err(to_py_err)
     }
@@ -304,7 +305,8 @@ impl Scheduler {
     /// StateError
     ///     If the plan is not in flight.
     fn rollback(&self, plan: &StepPlan) -> PyResult<()> {
-        self.core.with(|core| core.rollback(plan.id()))?.map_err(to_py_err)
+        let id = plan.id_for(&self.core)?;
+        self.core.with(|core| core.rollback(id))?.map_err(to_py_err)
     }
 
     /// Whether a request that was added has not ended.
