@@ -14,22 +14,21 @@ from pagedkv.pool import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManag
 from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from pagedkv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from pagedkv.engine import LLM as LLM
+    from pagedkv.engine import CompletionOutput as CompletionOutput
+    from pagedkv.engine import RequestOutput as RequestOutput
+    from pagedkv.engine import SamplingParams as SamplingParams
 
 __all__ = [
-    "LLM",
     "AllocatedSlots",
     "BlockPool",
     "CacheConfig",
-    "CompletionOutput",
     "ComputedBlocks",
     "FinishedRequest",
     "GroupSpec",
     "KVCache",
     "KVCacheManager",
     "PagedKVError",
-    "RequestOutput",
-    "SamplingParams",
     "Scheduler",
     "SchedulerConfig",
     "StepPlan",
@@ -52,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_ENGINE])

@@ -258,3 +258,13 @@ def test_pool_is_imported_once_when_operations_repeat():
         cache.append_kv(layer, ones, ones, np.array([0]))
     cache.copy_blocks(np.array([(0, 1)], np.int32))
     assert Counting.imports == 1
+
+
+def test_kv_cache_apply_writes_nothing_when_a_copy_is_outside_its_memory():
+    scheduler = pagedkv.Scheduler(pagedkv.CacheConfig(64, 4), pagedkv.SchedulerConfig(8, 64, 128))
+    scheduler.add_request("r", [1, 2, 3], max_tokens=6, n=2)
+    scheduler.commit(scheduler.schedule(), [7, 8])
+    small = KVCache(2, 4, 1, 1, 8, max_num_seqs=8, max_blocks_per_seq=32, backend="numpy")
+    with pytest.raises(InvalidArgumentError, match="plan.copies: expected blocks below 2"):
+        small.apply(scheduler.schedule())
+    assert not small.block_table.any()

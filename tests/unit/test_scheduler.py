@@ -317,6 +317,32 @@ def test_scheduler_refuses_a_plan_that_was_rebuilt_from_a_buffer():
         scheduler.rollback(copy)
 
 
+def test_scheduler_refuses_to_end_by_omission_what_is_no_beam():
+    scheduler = make_scheduler()
+    scheduler.add_request("r", PROMPT, max_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="parents: expected one token per sample"):
+        scheduler.commit(scheduler.schedule(), [], parents=[])
+
+
+def test_scheduler_names_the_sample_when_it_is_aborted_without_being_there():
+    scheduler = make_scheduler()
+    handle = scheduler.add_request("r", PROMPT, max_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="sequence: expected 0 to 0, found 5"):
+        scheduler.abort(handle, 5)
+
+
+def test_scheduler_lets_a_request_that_has_ended_be_finished_again():
+    scheduler = make_scheduler()
+    handle = scheduler.add_request("r", PROMPT, max_tokens=1)
+    run(scheduler)
+    scheduler.finish(handle, 0)
+
+
+def test_plan_raises_memory_error_when_padding_has_no_room():
+    with pytest.raises(MemoryError, match="the padded plan"):
+        make_scheduler().schedule().pad_to(2**31 - 1, 2**31 - 1, 2**31 - 1)
+
+
 def test_scheduler_refuses_more_plans_than_configured():
     scheduler = make_scheduler()
     scheduler.schedule()

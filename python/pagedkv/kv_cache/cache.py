@@ -203,11 +203,15 @@ class KVCache:
         UnsupportedError
             If the plan has slot moves or swaps; nothing is written then.
         InvalidArgumentError
-            If it names cells or blocks that the memory does not have.
+            If it names cells or blocks that the memory does not have; nothing is written then.
         """
         for name in ("slot_moves", "swap_out", "swap_in"):
             if len(getattr(plan, name)):
                 raise UnsupportedError(f"plan.{name}: KVCache.apply does not support them yet")
+        if len(plan.copies) and not 0 <= plan.copies.min() <= plan.copies.max() < self.num_blocks:
+            raise InvalidArgumentError(
+                f"plan.copies: expected blocks below {self.num_blocks}, found {plan.copies.max()}"
+            )
         if len(plan.table_updates):
             _core.update_block_table(self._block_table, plan.table_updates)
         if len(plan.copies):

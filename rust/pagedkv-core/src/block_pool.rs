@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 
 use crate::block_list::{Block, BlockList, BlockState};
 use crate::config::CacheConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, reserve};
 use crate::identity::RootKey;
 use crate::ids::{BlockId, NO_NODE, NodeId, PlanId};
 use crate::prefix_cache::PrefixCache;
@@ -49,13 +49,14 @@ impl BlockPool {
     /// O(`num_blocks`), 64 bytes each; the prefix tree reserves as much again and touches it only as it fills.
     pub fn new(config: &CacheConfig) -> Result<Self> {
         config.validate()?;
-        let mut blocks = vec![Block::new(BlockState::Free); config.num_blocks as usize];
+        let mut blocks = reserve("the blocks of the pool", config.num_blocks as usize)?;
+        blocks.resize(config.num_blocks as usize, Block::new(BlockState::Free));
         blocks[0].state = BlockState::Null;
         let mut free = BlockList::default();
         for id in 1..config.num_blocks {
             free.push_back(&mut blocks, BlockId::new(id));
         }
-        let prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks);
+        let prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks)?;
         Ok(Self {
             blocks,
             free,

@@ -34,7 +34,7 @@ pub enum Error {
     #[error("sequence {0} is not live")]
     UnknownSequence(u64),
     /// A block id outside the pool, or the null block.
-    #[error("block {} is not one of the blocks 1 to {last}", .block.get())]
+    #[error("block {} is not one of the blocks 1 to {last}", .block.get().cast_signed())]
     UnknownBlock {
         /// The id that came.
         block: BlockId,
@@ -67,6 +67,14 @@ pub enum Error {
     /// Blocks from a lookup for another sequence, or from one that other calls have made stale.
     #[error("the computed blocks are stale or of another sequence: call get_computed_blocks after any other change")]
     StaleComputedBlocks,
+    /// Sizes for which there is no memory.
+    #[error("{what}: no memory for {bytes} bytes")]
+    OutOfMemory {
+        /// What the memory is for.
+        what: &'static str,
+        /// How much was asked for.
+        bytes: usize,
+    },
     /// A combination that this version does not have.
     #[error("not supported: {0}")]
     Unsupported(String),
@@ -74,6 +82,14 @@ pub enum Error {
 
 /// The result of a call that can be refused.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// An empty vector with room for `len` elements, where there is memory for them.
+pub(crate) fn reserve<T>(what: &'static str, len: usize) -> Result<Vec<T>> {
+    let mut vector = Vec::new();
+    let bytes = len.saturating_mul(size_of::<T>());
+    vector.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes })?;
+    Ok(vector)
+}
 
 pub(crate) fn invalid<T>(
     argument: &'static str,

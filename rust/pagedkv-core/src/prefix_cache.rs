@@ -19,6 +19,7 @@ use hashbrown::HashTable;
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_secret};
 
 use crate::block_list::{Block, BlockState};
+use crate::error::{Result, reserve};
 use crate::identity::RootKey;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
 
@@ -56,13 +57,14 @@ pub(crate) struct PrefixCache {
 }
 
 impl PrefixCache {
-    pub(crate) fn new(block_size: u32, hash_seed: u64, num_blocks: u32) -> Self {
+    pub(crate) fn new(block_size: u32, hash_seed: u64, num_blocks: u32) -> Result<Self> {
         let block_size = block_size as usize;
-        let mut nodes = Vec::with_capacity(num_blocks as usize + 1);
+        let mut nodes = reserve("the nodes of the prefix cache", num_blocks as usize + 1)?;
         nodes.push(Node::default());
-        let mut tokens = Vec::with_capacity((num_blocks as usize + 1) * block_size);
+        let num_tokens = (num_blocks as usize + 1).saturating_mul(block_size);
+        let mut tokens = reserve("the tokens of the prefix cache", num_tokens)?;
         tokens.resize(block_size, 0);
-        Self {
+        Ok(Self {
             block_size,
             secret: derive_secret(hash_seed),
             generation: 0,
@@ -74,7 +76,7 @@ impl PrefixCache {
             root_keys: HashMap::new(),
             extras: ExtraKeys::default(),
             scratch: Vec::new(),
-        }
+        })
     }
 
     pub(crate) fn node(&self, node: NodeId) -> &Node {
@@ -353,7 +355,7 @@ mod tests {
 
     #[test]
     fn the_index_takes_at_most_twelve_bytes_per_cached_block() {
-        let mut cache = PrefixCache::new(1, 7, 0);
+        let mut cache = PrefixCache::new(1, 7, 0).unwrap();
         let root = cache.hold_root(&RootKey::default());
         let mut blocks = vec![Block::new(BlockState::Free)];
         for token in 0..50_000 {
@@ -368,7 +370,7 @@ mod tests {
 
     #[test]
     fn a_node_goes_with_its_last_block_and_its_parents_with_it() {
-        let mut cache = PrefixCache::new(2, 7, 4);
+        let mut cache = PrefixCache::new(2, 7, 4).unwrap();
         let root = cache.hold_root(&RootKey::default());
         let mut blocks = vec![Block::new(BlockState::Held); 3];
         let parent = cache.intern(root, &[1, 2], b"image");

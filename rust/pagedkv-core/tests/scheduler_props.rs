@@ -231,6 +231,12 @@ impl World {
             return self.schedule(sample);
         };
         let sample = (sample % 4).checked_sub(1);
+        let request = self.model.requests.iter().find(|request| request.handle == handle);
+        let n = request.map_or(usize::MAX, model::scheduler::Request::num_samples);
+        if let Some(missing) = sample.map(u32::from).filter(|&sample| sample as usize >= n) {
+            let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "sequence", .. });
+            return self.refused(|scheduler| scheduler.abort(handle, Some(missing)), is_expected);
+        }
         self.scheduler.abort(handle, sample.map(u32::from)).expect("a handle that was given out");
         self.model.abort(handle, sample.map(usize::from));
         if number.is_multiple_of(2) {
@@ -246,7 +252,7 @@ impl World {
         self.model.drain_aborts();
         let request = self.model.requests.iter().find(|request| request.handle == handle);
         let Some(n) = request.map(model::scheduler::Request::num_samples) else {
-            assert_eq!(self.scheduler.finish(handle, 0), Err(Error::UnknownHandle(handle)));
+            assert_eq!(self.scheduler.finish(handle, 0), Ok(()));
             return;
         };
         let sample = usize::from(sample) % n;

@@ -1,7 +1,9 @@
 //! The exceptions, and the one place where the core's errors become them.
 
 use pagedkv_core::Error;
-use pyo3::exceptions::{PyException, PyLookupError, PyNotImplementedError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{
+    PyException, PyLookupError, PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError,
+};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{IntoPyDict, PyTuple, PyType};
@@ -83,6 +85,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// The exception for an error of the core.
 #[expect(clippy::needless_pass_by_value, reason = "map_err hands it over by value")]
 pub(crate) fn to_py_err(error: Error) -> PyErr {
+    if let Error::OutOfMemory { .. } = error {
+        return PyMemoryError::new_err(error.to_string());
+    }
     raise(error.to_string(), |found| match error {
         Error::NeverFits { .. } => &found.never_fits,
         Error::UnknownHandle(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } => &found.unknown,

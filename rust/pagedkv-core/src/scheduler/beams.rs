@@ -93,10 +93,11 @@ impl Scheduler {
                     format!("at most {} tokens that go on for request {:?}", request.samples.len(), request.id);
                 return invalid("parents", expected, going_on);
             }
-            if !request.is_gang() && family.iter().any(|&sample| num_tokens[sample].0 > 1) {
+            let may_branch = |count: u32| count == 1 || request.is_gang() || request.needs_commit && count == 0;
+            if family.iter().any(|&sample| !may_branch(num_tokens[sample].0)) {
                 let expected =
                     format!("one token per sample of request {:?}, which has not needs_commit and n > 1", request.id);
-                return invalid("parents", expected, "more");
+                return invalid("parents", expected, "another number");
             }
             let num_entries = record.entries.iter().filter(|entry| entry.handle == request.handle).count() as u32;
             let is_elsewhere = request.num_in_flight > num_entries;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::request::NewRequest;
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;
 
 #[derive(Debug)]
@@ -17,6 +17,8 @@ pub(super) enum Command {
 #[derive(Debug, Default)]
 struct State {
     live: HashMap<String, Handle>,
+    /// Samples of each live request.
+    num_samples: HashMap<Handle, u32>,
     commands: Vec<Command>,
     next_handle: i64,
 }
@@ -47,6 +49,7 @@ impl Inbox {
         let handle = Handle::new(state.next_handle);
         state.next_handle += 1;
         state.live.insert(request.request_id.clone(), handle);
+        state.num_samples.insert(handle, request.n);
         state.commands.push(Command::Add(handle, Box::new(request)));
         Ok(handle)
     }
@@ -54,14 +57,25 @@ impl Inbox {
     /// Leaves the abort of a request, or of one of its samples. One that has ended already is left alone.
     ///
     /// # Errors
-    /// [`Error::UnknownHandle`] for a handle that was never given out.
+    /// [`Error::UnknownHandle`] for a handle that was never given out, [`Error::InvalidArgument`] for a sample that a live
+    /// request has not.
     pub fn abort(&self, handle: Handle, sample: Option<u32>) -> Result<()> {
         let mut state = self.lock();
         if !(0..state.next_handle).contains(&handle.get()) {
             return Err(Error::UnknownHandle(handle));
         }
+        if let (Some(sample), Some(&n)) = (sample, state.num_samples.get(&handle))
+            && sample >= n
+        {
+            return invalid("sequence", format!("0 to {}", n - 1), sample);
+        }
         state.commands.push(Command::Abort(handle, sample));
         Ok(())
+    }
+
+    /// Whether a handle was given out, now or ever.
+    pub(super) fn knows(&self, handle: Handle) -> bool {
+        (0..self.lock().next_handle).contains(&handle.get())
     }
 
     /// Requests that were added and have not ended.
@@ -75,7 +89,10 @@ impl Inbox {
     }
 
     pub(super) fn forget(&self, request_id: &str) {
-        self.lock().live.remove(request_id);
+        let mut state = self.lock();
+        if let Some(handle) = state.live.remove(request_id) {
+            state.num_samples.remove(&handle);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

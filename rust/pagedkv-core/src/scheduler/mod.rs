@@ -172,13 +172,17 @@ impl Scheduler {
         self.inbox.abort(handle, sample)
     }
 
-    /// Ends a sample because the caller found its end, a stop string say. Legal in every state, like an abort.
+    /// Ends a sample because the caller found its end, a stop string say. Legal in every state, like an abort: one that
+    /// has ended already is left alone.
     ///
     /// # Errors
-    /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
+    /// [`Error::UnknownHandle`] for a handle that was never given out, [`Error::InvalidArgument`] for a sample that a live
+    /// request has not.
     pub fn finish(&mut self, handle: Handle, sample: u32) -> Result<()> {
         self.drain_inbox();
-        let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
+        let Some(&slot) = self.by_handle.get(&handle) else {
+            return if self.inbox.knows(handle) { Ok(()) } else { Err(Error::UnknownHandle(handle)) };
+        };
         let n = self.request(slot).samples.len();
         if sample as usize >= n {
             return invalid("sequence", format!("0 to {}", n - 1), sample);

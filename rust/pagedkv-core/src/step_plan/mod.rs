@@ -15,7 +15,7 @@ pub use changes::{Change, Changes};
 pub use layout::{ALIGNMENT, ElementType, Field, Header};
 use layout::{Layout, MAGIC};
 
-use crate::error::{Result, invalid};
+use crate::error::{Result, invalid, reserve};
 use crate::ids::PlanId;
 
 /// Buffers that wait for the next plan; more are given back to the system.
@@ -109,6 +109,7 @@ impl StepPlan {
             }
         }
         let sizes = Header { num_sequences: sequences, num_tokens: tokens, num_samples: samples, ..own };
+        drop(reserve::<Line>("the padded plan", Layout::new(&sizes).total_bytes / ALIGNMENT)?);
         let mut padded = Self::with_sizes(sizes, &self.pool);
         for field in Field::ALL {
             if field == Field::SlotMapping {
