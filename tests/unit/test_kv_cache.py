@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pagedkv
-from pagedkv.exceptions import UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
 
 SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
