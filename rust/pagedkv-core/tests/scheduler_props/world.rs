@@ -1,25 +1,19 @@
-//! Random requests, steps, aborts and rollbacks, with up to three plans in flight, against the naive model; every law
-//! after each of them, and each plan run on a device that knows only its arrays.
+//! A scheduler and its model, side by side. The property tests, the fuzzer and the soak run all drive this one.
 
-mod model;
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use model::events::Events;
-use model::random::{Random, two_tokens};
-use model::scheduler::{Limits, SchedulerModel};
 use pagedkv_core::{
     CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey, Scheduler, SchedulerConfig,
 };
-use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
+
+use crate::model::random::{Random, two_tokens};
+use crate::model::scheduler::{Limits, Request, SchedulerModel};
 
 const MOST_REQUESTS: usize = 6;
 const MAX_MODEL_LEN: usize = 14;
 
 #[derive(Clone, Copy, Debug)]
-enum Command {
+pub(crate) enum Command {
     Add {
         prompt: u8,
         output: u8,
@@ -50,7 +44,7 @@ enum Command {
 }
 
 impl Command {
-    fn decode([kind, a, b, c]: [u8; 4]) -> Self {
+    pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
         match kind % 100 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
             16..49 => Self::Schedule { tokens: a },
@@ -65,16 +59,16 @@ impl Command {
     }
 }
 
-struct World {
-    scheduler: Scheduler,
-    model: SchedulerModel,
+pub(crate) struct World {
+    pub(crate) scheduler: Scheduler,
+    pub(crate) model: SchedulerModel,
     num_added: usize,
     ended_plans: Vec<PlanId>,
 }
 
 impl World {
     /// A world by number: half of them first come, first served.
-    fn numbered(number: u64) -> Self {
+    pub(crate) fn numbered(number: u64) -> Self {
         let mut random = Random::new(number);
         let mut below = |end| random.below(end);
         let policy = [Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare];
@@ -127,7 +121,7 @@ impl World {
         (len > 0).then(|| self.model.requests[usize::from(number) % len].handle)
     }
 
-    fn run(&mut self, command: Command) {
+    pub(crate) fn run(&mut self, command: Command) {
         match command {
             Command::Add { prompt, output, kind } => self.add(prompt, output, kind),
             Command::Schedule { tokens } => self.schedule(tokens),
@@ -232,7 +226,7 @@ impl World {
         };
         let sample = (sample % 4).checked_sub(1);
         let request = self.model.requests.iter().find(|request| request.handle == handle);
-        let n = request.map_or(usize::MAX, model::scheduler::Request::num_samples);
+        let n = request.map_or(usize::MAX, Request::num_samples);
         if let Some(missing) = sample.map(u32::from).filter(|&sample| sample as usize >= n) {
             let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "sequence", .. });
             return self.refused(|scheduler| scheduler.abort(handle, Some(missing)), is_expected);
@@ -251,7 +245,7 @@ impl World {
         };
         self.model.drain_aborts();
         let request = self.model.requests.iter().find(|request| request.handle == handle);
-        let Some(n) = request.map(model::scheduler::Request::num_samples) else {
+        let Some(n) = request.map(Request::num_samples) else {
             assert_eq!(self.scheduler.finish(handle, 0), Ok(()));
             return;
         };
@@ -309,13 +303,13 @@ impl World {
     }
 
     /// Steps until every request is over: each step takes the oldest at least one token further.
-    fn drain(&mut self) {
+    pub(crate) fn drain(&mut self) {
         while !self.model.in_flight().is_empty() {
             self.commit();
             self.model.check(&self.scheduler);
         }
         self.model.drain_aborts();
-        let mut steps_left: usize = self.model.requests.iter().map(model::scheduler::Request::most_tokens).sum();
+        let mut steps_left: usize = self.model.requests.iter().map(Request::most_tokens).sum();
         if self.model.limits.policy != Policy::Fcfs {
             // The first in the order may change while requests overtake one another, until all are due.
             steps_left *= MOST_REQUESTS;
@@ -332,72 +326,5 @@ impl World {
             steps_left = steps_left.checked_sub(1).expect("every step takes the oldest request further");
         }
         self.model.check_empty(&self.scheduler);
-    }
-}
-
-/// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
-fn run_worlds(seed: u64, num_worlds: usize) -> Events {
-    let mut total = Events::default();
-    for number in 0..num_worlds {
-        let mut random = Random::new(seed.wrapping_add(number as u64));
-        let mut world = World::numbered(random.next());
-        for step in 0..250 {
-            let command = Command::decode(random.bytes());
-            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
-            assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(|| world.drain()));
-        assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
-        total.add(&world.model.events);
-    }
-    total
-}
-
-const WORTH_MEETING: [&str; 14] = [
-    "tokens",
-    "hit tokens",
-    "copies",
-    "forks",
-    "inputs from the plan before",
-    "preemptions",
-    "undone plans",
-    "undone plans that had run",
-    "undone admissions",
-    "blocked plans",
-    "ignored tokens",
-    "finished requests",
-    "refused calls",
-    "admissions",
-];
-
-fn check_volume(seed: u64) {
-    run_worlds(seed, 2000).assert_met(&WORTH_MEETING, 100);
-}
-
-#[test]
-fn scheduler_agrees_with_the_model_over_500_000_commands() {
-    check_volume(0x5eed_0000_0000);
-}
-
-#[test]
-fn scheduler_agrees_with_the_model_over_another_500_000_commands() {
-    check_volume(0x5eed_0001_0000);
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 256,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
-
-    #[test]
-    fn scheduler_agrees_with_the_model(
-        world: u64,
-        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
-    ) {
-        let mut world = World::numbered(world);
-        commands.into_iter().for_each(|command| world.run(command));
-        world.drain();
     }
 }

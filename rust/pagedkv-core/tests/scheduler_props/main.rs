@@ -1,0 +1,81 @@
+//! Random requests, steps, aborts and rollbacks, with up to three plans in flight, against the naive model; every law
+//! after each of them, and each plan run on a device that knows only its arrays.
+
+#[path = "../model/mod.rs"]
+mod model;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use model::events::Events;
+use model::random::Random;
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+use world::{Command, World};
+
+/// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
+fn run_worlds(seed: u64, num_worlds: usize) -> Events {
+    let mut total = Events::default();
+    for number in 0..num_worlds {
+        let mut random = Random::new(seed.wrapping_add(number as u64));
+        let mut world = World::numbered(random.next());
+        for step in 0..250 {
+            let command = Command::decode(random.bytes());
+            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
+            assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| world.drain()));
+        assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
+        total.add(&world.model.events);
+    }
+    total
+}
+
+const WORTH_MEETING: [&str; 14] = [
+    "tokens",
+    "hit tokens",
+    "copies",
+    "forks",
+    "inputs from the plan before",
+    "preemptions",
+    "undone plans",
+    "undone plans that had run",
+    "undone admissions",
+    "blocked plans",
+    "ignored tokens",
+    "finished requests",
+    "refused calls",
+    "admissions",
+];
+
+fn check_volume(seed: u64) {
+    run_worlds(seed, 2000).assert_met(&WORTH_MEETING, 100);
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_over_500_000_commands() {
+    check_volume(0x5eed_0000_0000);
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_over_another_500_000_commands() {
+    check_volume(0x5eed_0001_0000);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn scheduler_agrees_with_the_model(
+        world: u64,
+        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
+    ) {
+        let mut world = World::numbered(world);
+        commands.into_iter().for_each(|command| world.run(command));
+        world.drain();
+    }
+}
