@@ -1,7 +1,8 @@
-//! Blocks and the intrusive lists that run through them.
+//! Blocks, the intrusive lists that run through them, and the stack of free ones.
 //!
 //! A block's whole record is one 64-byte cache line; every list operation is O(1) and allocates nothing.
 
+use crate::error::{Result, reserve};
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId, PlanId};
 
 /// Where a block is in its life. The null block is never in any of these and stays `Null`.
@@ -28,6 +29,8 @@ pub(crate) struct Block {
     pub(crate) committed: bool,
     prev: BlockId,
     next: BlockId,
+    /// Where a free block lies in the stack.
+    position: u32,
     /// The prefix whose last tokens the block holds.
     pub(crate) node: NodeId,
     /// Neighbours among the blocks of the same node.
@@ -47,6 +50,7 @@ impl Block {
             committed: false,
             prev: NULL_BLOCK,
             next: NULL_BLOCK,
+            position: 0,
             node: NO_NODE,
             twin_prev: NULL_BLOCK,
             twin_next: NULL_BLOCK,
@@ -66,19 +70,6 @@ pub(crate) struct BlockList {
 impl BlockList {
     pub(crate) const fn len(&self) -> u32 {
         self.len
-    }
-
-    pub(crate) fn push_front(&mut self, blocks: &mut [Block], id: BlockId) {
-        let old = self.head;
-        blocks[id.index()].prev = NULL_BLOCK;
-        blocks[id.index()].next = old;
-        if old == NULL_BLOCK {
-            self.tail = id;
-        } else {
-            blocks[old.index()].prev = id;
-        }
-        self.head = id;
-        self.len += 1;
     }
 
     pub(crate) fn push_back(&mut self, blocks: &mut [Block], id: BlockId) {
@@ -121,5 +112,40 @@ impl BlockList {
 
     pub(crate) fn iter<'a>(&self, blocks: &'a [Block]) -> impl Iterator<Item = BlockId> + use<'a> {
         std::iter::successors(Some(self.head), |id| Some(blocks[id.index()].next)).take_while(|&id| id != NULL_BLOCK)
+    }
+}
+
+/// The free blocks of one pool; the one that was freed last is taken first.
+#[derive(Debug)]
+pub(crate) struct FreeBlocks(Vec<BlockId>);
+
+impl FreeBlocks {
+    /// An empty stack with room for `len` blocks.
+    pub(crate) fn with_capacity(len: usize) -> Result<Self> {
+        reserve("the free blocks of the pool", len).map(Self)
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        self.0.len() as u32
+    }
+
+    pub(crate) fn push(&mut self, blocks: &mut [Block], id: BlockId) {
+        let record = &mut blocks[id.index()];
+        record.state = BlockState::Free;
+        record.position = self.0.len() as u32;
+        self.0.push(id);
+    }
+
+    pub(crate) fn pop(&mut self) -> Option<BlockId> {
+        self.0.pop()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> {
+        self.0.iter().copied()
+    }
+
+    /// Whether every block knows its place, for the integrity check.
+    pub(crate) fn is_in_place(&self, blocks: &[Block]) -> bool {
+        self.0.iter().zip(0..).all(|(id, position)| blocks[id.index()].position == position)
     }
 }

@@ -16,7 +16,7 @@
 
 use std::collections::VecDeque;
 
-use crate::block_list::{Block, BlockList, BlockState};
+use crate::block_list::{Block, BlockList, BlockState, FreeBlocks};
 use crate::config::CacheConfig;
 use crate::error::{Error, Result, reserve};
 use crate::identity::RootKey;
@@ -27,7 +27,7 @@ use crate::prefix_cache::PrefixCache;
 #[derive(Debug)]
 pub struct BlockPool {
     pub(crate) blocks: Vec<Block>,
-    pub(crate) free: BlockList,
+    pub(crate) free: FreeBlocks,
     pub(crate) cached: BlockList,
     /// Plans in flight, oldest first, each with the blocks that wait for its end in the order of their release.
     pub(crate) fenced: VecDeque<(PlanId, BlockList)>,
@@ -52,9 +52,9 @@ impl BlockPool {
         let mut blocks = reserve("the blocks of the pool", config.num_blocks as usize)?;
         blocks.resize(config.num_blocks as usize, Block::new(BlockState::Free));
         blocks[0].state = BlockState::Null;
-        let mut free = BlockList::default();
-        for id in 1..config.num_blocks {
-            free.push_back(&mut blocks, BlockId::new(id));
+        let mut free = FreeBlocks::with_capacity(config.usable_blocks() as usize)?;
+        for id in (1..config.num_blocks).rev() {
+            free.push(&mut blocks, BlockId::new(id));
         }
         let prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks)?;
         Ok(Self {
@@ -150,20 +150,44 @@ impl BlockPool {
     /// # Errors
     /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that has fewer holders than the call gives up.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
-        let mut counted = 0;
-        let enough = blocks.iter().try_for_each(|&block| {
-            self.check(block)?;
-            let count = &mut self.blocks[block.index()].ref_count;
-            *count = count.checked_sub(1).ok_or(Error::NotHeld(block))?;
-            counted += 1;
-            Ok(())
-        });
-        blocks[..counted].iter().for_each(|block| self.blocks[block.index()].ref_count += 1);
-        enough?;
-        for &block in blocks {
-            self.release(block, None);
+        let mut have_other_holders = false;
+        for (i, &block) in blocks.iter().enumerate() {
+            match self.blocks.get_mut(block.index()) {
+                Some(record) if record.ref_count > 0 => {
+                    record.ref_count -= 1;
+                    have_other_holders |= record.ref_count > 0;
+                }
+                _ => {
+                    self.hold_again(&blocks[..i]);
+                    return Err(self.check(block).err().unwrap_or(Error::NotHeld(block)));
+                }
+            }
+        }
+        if have_other_holders {
+            self.hold_again(blocks);
+            blocks.iter().for_each(|&block| self.release(block, None));
+        } else {
+            self.retire_all(blocks);
         }
         Ok(())
+    }
+
+    fn hold_again(&mut self, blocks: &[BlockId]) {
+        blocks.iter().for_each(|block| self.blocks[block.index()].ref_count += 1);
+    }
+
+    /// The last holder of each of these blocks is gone. Most hold no prefix and are named by no plan: they are free.
+    fn retire_all(&mut self, blocks: &[BlockId]) {
+        self.stamp += 1;
+        let is_idle = self.fenced.is_empty();
+        for &block in blocks {
+            if is_idle && self.blocks[block.index()].node == NO_NODE {
+                self.num_held -= 1;
+                self.free.push(&mut self.blocks, block);
+            } else {
+                self.retire(block);
+            }
+        }
     }
 
     /// Drops a cached block's contents: it becomes free at once. Answers whether it did: a block that is held, fenced or
@@ -179,7 +203,7 @@ impl BlockPool {
             self.cached.remove(&mut self.blocks, block);
             self.forget(block);
             self.num_evictions += 1;
-            self.set_free(block);
+            self.free.push(&mut self.blocks, block);
         }
         Ok(evictable)
     }
@@ -217,7 +241,7 @@ impl BlockPool {
 
     pub(crate) fn allocate_one(&mut self) -> BlockId {
         self.stamp += 1;
-        let block = self.free.pop_front(&mut self.blocks).unwrap_or_else(|| {
+        let block = self.free.pop().unwrap_or_else(|| {
             let block = self.cached.pop_front(&mut self.blocks).expect("the caller counted the available blocks");
             self.forget(block);
             self.num_evictions += 1;
@@ -269,6 +293,9 @@ impl BlockPool {
     pub(crate) fn publish(&mut self, block: BlockId) {
         let record = &mut self.blocks[block.index()];
         record.committed = record.node != NO_NODE;
+        if record.committed {
+            self.prefixes.published(block, record.node);
+        }
     }
 
     /// Takes the block off its node if the tokens on their way to it were never computed.
@@ -297,7 +324,7 @@ impl BlockPool {
         self.prefixes.reset();
         while let Some(block) = self.cached.pop_front(&mut self.blocks) {
             self.forget(block);
-            self.set_free(block);
+            self.free.push(&mut self.blocks, block);
         }
     }
 
@@ -351,7 +378,7 @@ impl BlockPool {
             self.keep_behind(self.prefixes.node(node).parent);
         } else {
             self.forget(block);
-            self.set_free(block);
+            self.free.push(&mut self.blocks, block);
         }
     }
 
@@ -371,10 +398,5 @@ impl BlockPool {
             self.cached.push_back(&mut self.blocks, block);
             node = self.prefixes.node(node).parent;
         }
-    }
-
-    fn set_free(&mut self, block: BlockId) {
-        self.blocks[block.index()].state = BlockState::Free;
-        self.free.push_front(&mut self.blocks, block);
     }
 }

@@ -47,7 +47,8 @@ impl KVCacheManager {
             let twice = place[block.index()].replace(state).is_some();
             require(!twice && block != NULL_BLOCK, 1, || format!("block {} is in two lists", block.get()))
         };
-        pool.free.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Free))?;
+        pool.free.iter().try_for_each(|block| put(block, BlockState::Free))?;
+        require(pool.free.is_in_place(&pool.blocks), 1, || "a free block is not where it was put".into())?;
         pool.cached.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Cached))?;
         for (_, waiting) in &pool.fenced {
             waiting.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
@@ -89,7 +90,12 @@ impl KVCacheManager {
     fn nodes_hold_committed_tokens(&self) -> Check {
         let pool = &self.pool;
         let mut listed = vec![false; pool.blocks.len()];
-        for (node, _) in pool.prefixes.live_nodes() {
+        for (node, record) in pool.prefixes.live_nodes() {
+            let first = pool.prefixes.blocks_of(&pool.blocks, node).next();
+            let is_committed = first.is_some_and(|block| pool.blocks[block.index()].committed);
+            require(is_committed == record.first_is_committed(), 3, || {
+                format!("node {} is wrong about its first block", node.0)
+            })?;
             for block in pool.prefixes.blocks_of(&pool.blocks, node) {
                 listed[block.index()] = true;
                 let names_it = pool.blocks[block.index()].node == node;
@@ -185,7 +191,7 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// The index finds every node, and children are counted right.
+    /// Every node is found under its own key, and children are counted right.
     fn tree_is_consistent(&self) -> Check {
         let prefixes = &self.pool.prefixes;
         let mut children = std::collections::BTreeMap::<u32, u32>::new();
@@ -196,7 +202,7 @@ impl KVCacheManager {
             if record.parent != NO_NODE {
                 *children.entry(record.parent.0).or_default() += 1;
             }
-            require(prefixes.is_indexed(node), 3, || format!("node {} is not in the index", node.0))?;
+            require(prefixes.is_found(node), 3, || format!("node {} cannot be found", node.0))?;
         }
         require(count == prefixes.num_nodes(), 3, || format!("{count} nodes live, {} are kept", prefixes.num_nodes()))?;
         for (node, record) in prefixes.live_nodes() {

@@ -34,11 +34,13 @@ mod block_list;
 pub mod block_pool;
 pub mod config;
 mod error;
+mod extra_keys;
 mod identity;
 mod ids;
 mod invariants;
 pub mod kv_cache_manager;
 mod prefix_cache;
+mod prefix_node;
 pub mod scheduler;
 pub mod step_plan;
 

@@ -10,8 +10,10 @@
 //! from a root, and its blocks are not cached again when they are released.
 //!
 //! Cost: a lookup follows the child that last continued the node and compares `block_size` tokens; only where that fails
-//! is a keyed 128-bit xxh3 hash of (node, extra key, tokens) computed and one hash-table probe made. The index takes 5
-//! bytes a slot, at a load of 7/16 to 7/8: 5.7 to 11.4 bytes per cached block.
+//! is a keyed 128-bit xxh3 hash of (node, extra key, tokens) computed and one hash-table probe made. A node enters the
+//! index when another one takes its place as the child that last continued its parent, so a prefix that nobody leaves is
+//! never hashed. The index takes 5 bytes a slot, at a load of 7/16 to 7/8: 5.7 to 11.4 bytes per block in it. A node is
+//! half a cache line and knows whether its first block can be taken, so a hit on 16 tokens reads two lines.
 
 use std::collections::HashMap;
 
@@ -20,25 +22,20 @@ use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_secret};
 
 use crate::block_list::{Block, BlockState};
 use crate::error::{Result, reserve};
+use crate::extra_keys::ExtraKeys;
 use crate::identity::RootKey;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
+use crate::prefix_node::Node;
 
 /// Bytes of the secret that keys the hashes.
 const SECRET_BYTES: usize = 192;
 
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Node {
-    pub(crate) parent: NodeId,
-    /// The child that last continued this node.
-    last_child: NodeId,
-    /// Children, and for roots also the sequences that start here.
-    pub(crate) num_children: u32,
-    pub(crate) first_block: BlockId,
-    /// Interned extra key of the block's span; 0 for plain text.
-    extra: u32,
-    pub(crate) generation: u32,
-    hash: u64,
-}
+/// Tokens of nodes lie in whole cache lines.
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct TokenLine([i32; TOKENS_PER_LINE]);
+
+const TOKENS_PER_LINE: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct PrefixCache {
@@ -47,7 +44,9 @@ pub(crate) struct PrefixCache {
     generation: u32,
     nodes: Vec<Node>,
     /// `block_size` tokens per node.
-    tokens: Vec<i32>,
+    tokens: Vec<TokenLine>,
+    /// Which of the nodes that an id named in turn it names now; kept where [`Self::remember_births`] asked for it.
+    births: Option<Vec<u32>>,
     free_nodes: Vec<NodeId>,
     index: HashTable<NodeId>,
     roots: HashMap<RootKey, NodeId>,
@@ -62,14 +61,14 @@ impl PrefixCache {
         let mut nodes = reserve("the nodes of the prefix cache", num_blocks as usize + 1)?;
         nodes.push(Node::default());
         let num_tokens = (num_blocks as usize + 1).saturating_mul(block_size);
-        let mut tokens = reserve("the tokens of the prefix cache", num_tokens)?;
-        tokens.resize(block_size, 0);
+        let tokens = reserve("the tokens of the prefix cache", num_tokens.div_ceil(TOKENS_PER_LINE))?;
         Ok(Self {
             block_size,
             secret: derive_secret(hash_seed),
             generation: 0,
             nodes,
             tokens,
+            births: None,
             free_nodes: Vec::new(),
             index: HashTable::new(),
             roots: HashMap::new(),
@@ -84,11 +83,21 @@ impl PrefixCache {
     }
 
     pub(crate) fn tokens(&self, node: NodeId) -> &[i32] {
-        &self.tokens[node.index() * self.block_size..][..self.block_size]
+        &bytemuck::cast_slice(&self.tokens)[node.index() * self.block_size..][..self.block_size]
     }
 
     pub(crate) fn is_current(&self, node: NodeId) -> bool {
         self.nodes[node.index()].generation == self.generation
+    }
+
+    /// Lets [`Self::birth`] tell a node from those that had its id before.
+    pub(crate) fn remember_births(&mut self) {
+        self.births = Some(vec![0; self.nodes.len()]);
+    }
+
+    /// Changes whenever the id names another node.
+    pub(crate) fn birth(&self, node: NodeId) -> u32 {
+        self.births.as_ref().map_or(0, |births| births[node.index()])
     }
 
     /// Nodes in use, roots included.
@@ -106,7 +115,7 @@ impl PrefixCache {
         let root = if let Some(&root) = self.roots.get(key) {
             root
         } else {
-            let root = self.new_node(NO_NODE, 0, 0);
+            let root = self.new_node(NO_NODE, 0);
             self.roots.insert(key.clone(), root);
             self.root_keys.insert(root.0, key.clone());
             root
@@ -131,7 +140,8 @@ impl PrefixCache {
         if last != NO_NODE && self.is_child(last, parent, tokens, extra) {
             return Some(last);
         }
-        if self.nodes[parent.index()].num_children == 0 {
+        let num_others = self.nodes[parent.index()].num_children - u32::from(last != NO_NODE);
+        if num_others == 0 {
             return None;
         }
         let hash = self.hash(parent, tokens, extra, &mut Vec::new());
@@ -142,7 +152,10 @@ impl PrefixCache {
     pub(crate) fn intern(&mut self, parent: NodeId, tokens: &[i32], extra: &[u8]) -> NodeId {
         let found = self.extras.find(extra).and_then(|extra| self.child(parent, tokens, extra));
         let node = found.unwrap_or_else(|| self.insert(parent, tokens, extra));
-        self.nodes[parent.index()].last_child = node;
+        let last = std::mem::replace(&mut self.nodes[parent.index()].last_child, node);
+        if last != NO_NODE && last != node {
+            self.index(last);
+        }
         node
     }
 
@@ -153,6 +166,7 @@ impl PrefixCache {
     /// Adds `block` to the blocks of `node`, not yet committed.
     pub(crate) fn attach(&mut self, blocks: &mut [Block], block: BlockId, node: NodeId) {
         let first = std::mem::replace(&mut self.nodes[node.index()].first_block, block);
+        self.nodes[node.index()].set_first_is_committed(false);
         let record = &mut blocks[block.index()];
         assert!(record.node == NO_NODE, "law 3 is broken: block {} joins a second node", block.get());
         record.node = node;
@@ -172,6 +186,8 @@ impl PrefixCache {
         let (prev, next) = (record.twin_prev, record.twin_next);
         if prev == NULL_BLOCK {
             self.nodes[node.index()].first_block = next;
+            let is_committed = next != NULL_BLOCK && blocks[next.index()].committed;
+            self.nodes[node.index()].set_first_is_committed(is_committed);
         } else {
             blocks[prev.index()].twin_next = next;
         }
@@ -181,9 +197,21 @@ impl PrefixCache {
         self.collect(node);
     }
 
+    /// The tokens of `block`, one of the node's, are computed.
+    pub(crate) fn published(&mut self, block: BlockId, node: NodeId) {
+        let record = &mut self.nodes[node.index()];
+        if record.first_block == block {
+            record.set_first_is_committed(true);
+        }
+    }
+
     /// A block of `node` that a sequence may take: one that is committed, else one that a plan in flight fills for a live
     /// holder.
     pub(crate) fn usable_block(&self, blocks: &[Block], node: NodeId) -> Option<BlockId> {
+        let record = self.node(node);
+        if record.first_is_committed() {
+            return Some(record.first_block);
+        }
         let mut found = None;
         for block in self.blocks_of(blocks, node) {
             let record = &blocks[block.index()];
@@ -215,14 +243,17 @@ impl PrefixCache {
         (1..self.nodes.len() as u32).map(NodeId).map(|id| (id, self.node(id))).filter(move |(_, node)| live(node))
     }
 
-    /// Whether the index finds `node` under its own key.
-    pub(crate) fn is_indexed(&self, node: NodeId) -> bool {
+    /// Whether a lookup finds `node` under its own key.
+    pub(crate) fn is_found(&self, node: NodeId) -> bool {
         let record = self.node(node);
         if record.parent == NO_NODE {
             return true;
         }
+        if record.key() == 0 {
+            return self.node(record.parent).last_child == node;
+        }
         let hash = self.hash(record.parent, self.tokens(node), record.extra, &mut Vec::new());
-        hash == record.hash && self.index.find(hash, |&found| found == node).is_some()
+        hash == record.key() && self.index.find(hash, |&found| found == node).is_some()
     }
 
     fn is_child(&self, node: NodeId, parent: NodeId, tokens: &[i32], extra: u32) -> bool {
@@ -232,34 +263,49 @@ impl PrefixCache {
 
     fn insert(&mut self, parent: NodeId, tokens: &[i32], extra: &[u8]) -> NodeId {
         let extra = self.extras.intern(extra);
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let hash = self.hash(parent, tokens, extra, &mut scratch);
-        self.scratch = scratch;
-        let node = self.new_node(parent, extra, hash);
-        self.tokens[node.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
+        let node = self.new_node(parent, extra);
+        let (start, end) = (node.index() * self.block_size, (node.index() + 1) * self.block_size);
+        let num_lines = end.div_ceil(TOKENS_PER_LINE).max(self.tokens.len());
+        self.tokens.resize(num_lines, TokenLine([0; TOKENS_PER_LINE]));
+        bytemuck::cast_slice_mut(&mut self.tokens)[start..end].copy_from_slice(tokens);
         self.nodes[parent.index()].num_children += 1;
-        let nodes = &self.nodes;
-        self.index.insert_unique(hash, node, |other| nodes[other.index()].hash);
         node
     }
 
-    fn new_node(&mut self, parent: NodeId, extra: u32, hash: u64) -> NodeId {
-        let generation = if parent == NO_NODE { self.generation } else { self.nodes[parent.index()].generation };
-        let node = Node { parent, extra, generation, hash, ..Node::default() };
-        if let Some(id) = self.free_nodes.pop() {
-            self.nodes[id.index()] = node;
-            return id;
+    /// Lets the index find a node that is no longer the last to have continued its parent.
+    fn index(&mut self, node: NodeId) {
+        let Node { parent, extra, .. } = self.nodes[node.index()];
+        if self.node(node).key() != 0 {
+            return;
         }
-        let id = NodeId(self.nodes.len() as u32);
-        self.nodes.push(node);
-        self.tokens.resize(self.nodes.len() * self.block_size, 0);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let hash = self.hash(parent, self.tokens(node), extra, &mut scratch);
+        self.scratch = scratch;
+        self.nodes[node.index()].set_key(hash);
+        let nodes = &self.nodes;
+        self.index.insert_unique(hash, node, |other| nodes[other.index()].key());
+    }
+
+    fn new_node(&mut self, parent: NodeId, extra: u32) -> NodeId {
+        let generation = if parent == NO_NODE { self.generation } else { self.nodes[parent.index()].generation };
+        let node = Node::new(parent, extra, generation);
+        let id = self.free_nodes.pop().unwrap_or(NodeId(self.nodes.len() as u32));
+        if id.index() == self.nodes.len() {
+            self.nodes.push(node);
+        } else {
+            self.nodes[id.index()] = node;
+        }
+        if let Some(births) = &mut self.births {
+            births.resize(self.nodes.len(), 0);
+            births[id.index()] = births[id.index()].wrapping_add(1);
+        }
         id
     }
 
     /// Removes `node`, then its parents, as far as nothing keeps them.
     fn collect(&mut self, mut node: NodeId) {
         while node != NO_NODE {
-            let Node { parent, num_children, first_block, hash, extra, .. } = self.nodes[node.index()];
+            let Node { parent, num_children, first_block, extra, .. } = self.nodes[node.index()];
             if num_children > 0 || first_block != NULL_BLOCK {
                 return;
             }
@@ -268,10 +314,17 @@ impl PrefixCache {
                     self.roots.remove(&key);
                 }
             } else {
-                let entry = self.index.find_entry(hash, |&found| found == node);
-                entry.expect("a node is in the index while it lives").remove();
+                let key = self.node(node).key();
+                if key != 0 {
+                    let entry = self.index.find_entry(key, |&found| found == node);
+                    entry.expect("a node stays in the index while it lives").remove();
+                }
                 self.extras.release(extra);
-                self.nodes[parent.index()].num_children -= 1;
+                let parent = &mut self.nodes[parent.index()];
+                parent.num_children -= 1;
+                if parent.last_child == node {
+                    parent.last_child = NO_NODE;
+                }
             }
             self.nodes[node.index()] = Node::default();
             self.free_nodes.push(node);
@@ -296,7 +349,7 @@ impl PrefixCache {
     }
 
     fn hash_bytes(&self, key: &[u8]) -> u64 {
-        xxh3_128_with_secret(key, &self.secret[..]) as u64
+        Node::key_of(xxh3_128_with_secret(key, &self.secret[..]) as u64)
     }
 }
 
@@ -307,45 +360,6 @@ fn derive_secret(seed: u64) -> Box<[u8; SECRET_BYTES]> {
         word.copy_from_slice(&xxh3_64_with_seed(&(i as u64).to_le_bytes(), seed).to_le_bytes());
     }
     secret
-}
-
-/// Interned extra keys of blocks, counted by the nodes that carry them. Key 0 is the empty one.
-#[derive(Debug, Default)]
-struct ExtraKeys {
-    ids: HashMap<Box<[u8]>, u32>,
-    keys: HashMap<u32, (Box<[u8]>, u32)>,
-    next: u32,
-}
-
-impl ExtraKeys {
-    fn find(&self, key: &[u8]) -> Option<u32> {
-        if key.is_empty() { Some(0) } else { self.ids.get(key).copied() }
-    }
-
-    fn intern(&mut self, key: &[u8]) -> u32 {
-        if key.is_empty() {
-            return 0;
-        }
-        let id = self.find(key).unwrap_or_else(|| {
-            self.next += 1;
-            self.ids.insert(key.into(), self.next);
-            self.keys.insert(self.next, (key.into(), 0));
-            self.next
-        });
-        self.keys.get_mut(&id).expect("an interned key has an entry").1 += 1;
-        id
-    }
-
-    fn release(&mut self, id: u32) {
-        let Some((key, count)) = self.keys.get_mut(&id) else {
-            return;
-        };
-        *count -= 1;
-        if *count == 0 {
-            self.ids.remove(key);
-            self.keys.remove(&id);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -382,5 +396,23 @@ mod tests {
         cache.detach(&mut blocks, BlockId::new(2));
         cache.release_root(root);
         assert_eq!((cache.num_nodes(), cache.index.len(), cache.extras.find(b"image")), (0, 0, None));
+    }
+
+    #[test]
+    fn a_prefix_that_nobody_leaves_is_never_hashed() {
+        let mut cache = PrefixCache::new(2, 7, 8).unwrap();
+        let root = cache.hold_root(&RootKey::default());
+        let mut blocks = vec![Block::new(BlockState::Held); 5];
+        let one = cache.intern(root, &[1, 2], &[]);
+        let two = cache.intern(one, &[3, 4], &[]);
+        for (block, node) in [(1, one), (2, two)] {
+            cache.attach(&mut blocks, BlockId::new(block), node);
+        }
+        assert_eq!(cache.index.len(), 0);
+        let other = cache.intern(one, &[5, 6], &[]);
+        cache.attach(&mut blocks, BlockId::new(3), other);
+        assert_eq!((cache.index.len(), cache.child(one, &[3, 4], 0)), (1, Some(two)));
+        cache.detach(&mut blocks, BlockId::new(3));
+        assert_eq!((cache.child(one, &[5, 6], 0), cache.child(one, &[3, 4], 0)), (None, Some(two)));
     }
 }

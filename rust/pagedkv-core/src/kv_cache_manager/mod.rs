@@ -5,6 +5,7 @@
 //! becomes public in the prefix cache when the plan that fills it commits; until then only sequences of that plan and
 //! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
 
+mod matching;
 mod plan;
 mod sequence;
 
@@ -17,6 +18,7 @@ use crate::config::CacheConfig;
 use crate::error::{Error, Result, invalid};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NodeId, SequenceId};
+pub(crate) use matching::Match;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 pub(crate) use sequence::{Sequence, Tail};

@@ -302,6 +302,16 @@ fn report(
 }
 
 impl StepResult {
+    pub(super) fn with_capacity(num_samples: usize) -> Self {
+        Self {
+            handles: Vec::with_capacity(num_samples),
+            sequence: Vec::with_capacity(num_samples),
+            num_new_tokens: Vec::with_capacity(num_samples),
+            finish_reason: Vec::with_capacity(num_samples),
+            ..Self::default()
+        }
+    }
+
     pub(super) fn push(&mut self, handle: Handle, sequence: i32, num_new_tokens: i32, finish_reason: i8) {
         self.handles.push(handle.get());
         self.sequence.push(sequence);

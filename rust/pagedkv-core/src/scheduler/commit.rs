@@ -92,7 +92,7 @@ impl Scheduler {
         self.manager.commit(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
         let mut rows = rows.chunks_exact(width.max(1)).map(tokens_of);
-        let mut result = StepResult::default();
+        let mut result = StepResult::with_capacity(record.samples.len());
         for entry in &record.entries {
             let rows = rows.by_ref().take(entry.num_rows());
             let Some(request) = self.entry_request(entry) else {

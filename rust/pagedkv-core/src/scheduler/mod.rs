@@ -117,8 +117,16 @@ impl Scheduler {
     /// Those of [`CacheConfig::validate`] and [`SchedulerConfig::validate`].
     pub fn new(cache: &CacheConfig, limits: &SchedulerConfig) -> Result<Self> {
         limits.validate()?;
+        Self::ordered_by(built_in(limits), cache, limits)
+    }
+
+    fn ordered_by(policy: Box<dyn OrderPolicy>, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<Self> {
+        let mut manager = KVCacheManager::new(cache)?;
+        if policy.wants_hits() {
+            manager.pool.prefixes.remember_births();
+        }
         Ok(Self {
-            manager: KVCacheManager::new(cache)?,
+            manager,
             limits: limits.clone(),
             watermark_blocks: (limits.watermark * f64::from(cache.usable_blocks())).ceil() as u32,
             num_groups: cache.num_groups() as u32,
@@ -127,7 +135,7 @@ impl Scheduler {
             requests: Vec::new(),
             vacant: Vec::new(),
             by_handle: HashMap::new(),
-            policy: built_in(limits),
+            policy,
             waiting: BTreeMap::new(),
             ageing: BTreeMap::new(),
             num_admissions: 0,
@@ -148,7 +156,8 @@ impl Scheduler {
     /// As [`Self::new`].
     pub fn with_policy(cache: &CacheConfig, limits: &SchedulerConfig, policy: Box<dyn OrderPolicy>) -> Result<Self> {
         let limits = SchedulerConfig { policy: Policy::External, ..limits.clone() };
-        Ok(Self { policy, ..Self::new(cache, &limits)? })
+        limits.validate()?;
+        Self::ordered_by(policy, cache, &limits)
     }
 
     /// Where other threads leave requests and aborts.

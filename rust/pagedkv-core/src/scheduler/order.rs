@@ -2,10 +2,9 @@
 
 use super::Scheduler;
 use super::policy::{Order, RequestView};
-use super::request::{NONE, Request};
+use super::request::Request;
 use crate::config::Policy;
 use crate::ids::Handle;
-use crate::kv_cache_manager::ComputedBlocks;
 
 impl Scheduler {
     /// Gives a request that comes in its key, its place, and the time when it is due.
@@ -54,11 +53,10 @@ impl Scheduler {
     }
 
     fn ask_again(&mut self) {
-        let mut hits = ComputedBlocks::default();
         let slots: Vec<u32> = self.waiting.values().copied().collect();
         let mut has_changed = false;
         for &slot in &slots {
-            let num_hit_tokens = if self.policy.wants_hits() { self.num_hit_tokens(slot, &mut hits) } else { 0 };
+            let num_hit_tokens = if self.policy.wants_hits() { self.num_hit_tokens(slot) } else { 0 };
             let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
             let view = request.view(request.prompt_len(), num_hit_tokens);
             let key = self.policy.waiting_key(&view, request.key);
@@ -113,21 +111,15 @@ impl Scheduler {
     }
 
     /// Tokens of a waiting request's prompt that the cache holds. While nothing changes in the cache the last answer holds.
-    fn num_hit_tokens(&mut self, slot: u32, hits: &mut ComputedBlocks) -> u32 {
+    fn num_hit_tokens(&mut self, slot: u32) -> u32 {
         let stamp = self.manager.pool().stamp;
         let request = self.request(slot);
-        if request.matched.0 == stamp {
-            return request.matched.1;
+        if request.matched.0 != stamp {
+            let (leader, found) = (request.leader(), request.matched.1);
+            let index = self.ensure_sequence(slot, leader);
+            let found = self.manager.match_again(index, found);
+            self.request_mut(slot).matched = (stamp, found);
         }
-        let leader = request.leader();
-        let index = if request.samples[leader].sequence == NONE {
-            self.ensure_sequence(slot, leader)
-        } else {
-            request.samples[leader].sequence as usize
-        };
-        let len = self.manager.sequence(index).tokens.len();
-        self.manager.lookup(index, len, hits);
-        self.request_mut(slot).matched = (stamp, hits.num_tokens());
-        hits.num_tokens()
+        self.request(slot).matched.1.num_tokens
     }
 }

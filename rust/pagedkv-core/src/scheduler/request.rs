@@ -9,6 +9,7 @@ use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
+use crate::kv_cache_manager::Match;
 
 /// "No sequence", "no row".
 pub(super) const NONE: u32 = u32::MAX;
@@ -73,7 +74,9 @@ impl NewRequest {
         if self.prompt_token_ids.is_empty() {
             return invalid("prompt_token_ids", "at least one token", "none");
         }
-        if let Some(negative) = self.prompt_token_ids.iter().find(|&&token| token < 0) {
+        // The sign of all together first: that is a pass of vector operations.
+        let signs = self.prompt_token_ids.iter().fold(0, |signs, token| signs | token);
+        if let Some(negative) = self.prompt_token_ids.iter().find(|&&token| signs < 0 && token < 0) {
             return invalid("prompt_token_ids", "token ids of at least 0", negative);
         }
         if let Some(beyond) = self
@@ -199,8 +202,8 @@ pub(super) struct Request {
     pub(super) order: Order,
     /// Admissions after which the request is due; [`u64::MAX`] once it is, or never will be.
     pub(super) due_at: u64,
-    /// State of the cache at the last lookup, and the tokens that it found.
-    pub(super) matched: (u64, u32),
+    /// State of the cache at the last lookup, and what it found.
+    pub(super) matched: (u64, Match),
     /// Prompt tokens that the first residence took from the cache.
     pub(super) num_cached_tokens: u32,
     pub(super) num_preemptions: u32,
@@ -239,7 +242,7 @@ impl Request {
             key: 0.0,
             order: Order::new(0.0, false, handle),
             due_at: u64::MAX,
-            matched: (u64::MAX, 0),
+            matched: (u64::MAX, Match::default()),
             num_cached_tokens: 0,
             num_preemptions: 0,
         }

@@ -1,0 +1,87 @@
+//! How much of a waiting sequence the cache holds, asked again and again.
+
+use super::KVCacheManager;
+use crate::ids::{NO_NODE, NodeId};
+
+/// The end of a match that was found before: a node, which of those with its id, and the tokens up to its end.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Match {
+    node: NodeId,
+    birth: u32,
+    pub(crate) num_tokens: u32,
+}
+
+impl KVCacheManager {
+    /// Follows a match from where it ended. While its node lives, what leads to it need not be compared again.
+    ///
+    /// # Complexity
+    /// O(blocks gained or lost since), O(blocks of the match) if its last block was reused.
+    pub(crate) fn match_again(&self, index: usize, mut found: Match) -> Match {
+        let sequence = &self.sequences[index];
+        let prefixes = &self.pool.prefixes;
+        let block_size = self.block_size;
+        if !sequence.uses_cache {
+            return Match::default();
+        }
+        let lives = found.node != NO_NODE && prefixes.birth(found.node) == found.birth;
+        if !lives || !prefixes.is_current(found.node) {
+            let Some(root) = self.path_in_the_cache(sequence) else { return Match::default() };
+            (found.node, found.num_tokens) = (root, 0);
+        }
+        while found.num_tokens > 0 && prefixes.usable_block(&self.pool.blocks, found.node).is_none() {
+            found.node = prefixes.node(found.node).parent;
+            found.num_tokens -= block_size;
+        }
+        let (mut scratch, mut key) = (Vec::new(), Vec::new());
+        while found.num_tokens + block_size < sequence.tokens.len() {
+            let (start, end) = (found.num_tokens, found.num_tokens + block_size);
+            key.clear();
+            sequence.identity.encode_block(start, end, &mut key);
+            let child = prefixes.find_extra(&key).and_then(|extra| {
+                sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(found.node, tokens, extra))
+            });
+            let usable = |&child: &NodeId| prefixes.usable_block(&self.pool.blocks, child).is_some();
+            let Some(child) = child.filter(usable) else { break };
+            (found.node, found.num_tokens) = (child, end);
+        }
+        Match { birth: prefixes.birth(found.node), ..found }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::config::CacheConfig;
+    use crate::kv_cache_manager::ComputedBlocks;
+
+    /// Prompts of two kinds of blocks, in a pool that evicts: the same again and again in another order.
+    #[test]
+    fn a_match_that_goes_on_finds_what_a_lookup_from_the_root_finds() {
+        let mut manager = KVCacheManager::new(&CacheConfig { block_size: 2, ..CacheConfig::new(9) }).unwrap();
+        manager.pool.prefixes.remember_births();
+        let prompt = |number: u32| (0..9).map(|i| (number >> (i / 2) & 1) as i32).collect::<Arc<[i32]>>();
+        let waiting: Vec<_> = (0..16).map(|i| manager.create(prompt(i), Arc::default(), true).unwrap()).collect();
+        let mut matches = vec![Match::default(); waiting.len()];
+        let mut found = ComputedBlocks::default();
+        for step in 0..400_u32 {
+            let sequence = manager.create(prompt(step * 7 % 16), Arc::default(), true).unwrap();
+            let plan = manager.begin_plan();
+            let hits = manager.get_computed_blocks(sequence).unwrap();
+            manager.allocate_slots(sequence, 8 - hits.num_tokens(), &hits).unwrap().unwrap();
+            manager.commit(plan).unwrap();
+            manager.free(sequence).unwrap();
+            if step % 50 == 49 {
+                manager.reset_prefix_cache();
+            }
+            for (sequence, at) in waiting.iter().zip(&mut matches).skip(step as usize % 3) {
+                let index = sequence.index as usize;
+                *at = manager.match_again(index, *at);
+                manager.lookup(index, 9, &mut found);
+                assert_eq!(at.num_tokens, found.num_tokens());
+            }
+        }
+        assert!(manager.pool.num_evictions() > 100);
+    }
+}
