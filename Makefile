@@ -7,6 +7,13 @@ BIN := $(VENV)/bin
 JSON ?=
 LOCKED := $(if $(CI),--locked)
 
+SOAK_COMMANDS ?= 100000000
+SOAK_SECONDS ?= 7200
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?= block_pool kv_cache_manager scheduler step_plan
+# Instrumentation needs unstable options: a nightly toolchain where there is one, else the stable one told to allow them.
+CARGO_NIGHTLY := $(if $(findstring nightly,$(shell rustup toolchain list 2>/dev/null)),cargo +nightly,RUSTC_BOOTSTRAP=1 cargo)
+
 SOURCES := Cargo.toml Cargo.lock $(shell find rust cuda -type f)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
 
@@ -53,6 +60,20 @@ test-full: lint test-rust ## `test` and what takes longer
 test-rust: develop
 	cargo test --workspace $(LOCKED) --quiet
 
+.PHONY: fuzz
+fuzz: ## coverage-guided fuzzing of the core, FUZZ_SECONDS in all; FUZZ_TARGETS names some of the targets
+	cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
+	for target in $(FUZZ_TARGETS); do \
+		mkdir -p fuzz/found/$$target && \
+		$(CARGO_NIGHTLY) fuzz run --sanitizer none $$target fuzz/found/$$target fuzz/corpus/$$target -- \
+			-max_total_time=$$(( $(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)) )) -max_len=2048 -timeout=60 || exit 1; \
+	done
+
+.PHONY: soak
+soak: ## SOAK_COMMANDS random commands against the naive model, for SOAK_SECONDS at most
+	SOAK_COMMANDS=$(SOAK_COMMANDS) SOAK_SECONDS=$(SOAK_SECONDS) \
+	cargo test --release $(LOCKED) --quiet --package pagedkv-core --test soak
+
 .PHONY: lint
 lint: develop ## formats, lints and types, nothing changed
 	cargo fmt --all --check
@@ -77,5 +98,6 @@ bench-%: develop ## one benchmark; JSON=FILE writes its lines, PEER_ENV=DIR name
 .PHONY: clean
 clean: ## remove what the other targets made
 	rm -rf $(VENV) target dist python/pagedkv/cuda python/pagedkv/*.so
+	rm -rf fuzz/target fuzz/found fuzz/artifacts
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

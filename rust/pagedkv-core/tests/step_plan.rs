@@ -1,21 +1,12 @@
 //! A plan as bytes: it travels, it is padded, and it does not trust what it is rebuilt from.
 
+mod hostile_plan;
 mod model;
 
+use hostile_plan::plan;
 use model::random::Random;
 use pagedkv_core::step_plan::{ALIGNMENT, Field};
 use pagedkv_core::{CacheConfig, Error, NewRequest, Scheduler, SchedulerConfig, StepPlan};
-
-/// A plan with prefills, decodes, copies, table updates and changes.
-fn plan() -> StepPlan {
-    let cache = CacheConfig { block_size: 2, ..CacheConfig::new(32) };
-    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
-    scheduler.add_request(NewRequest { n: 2, ..NewRequest::new("forks", vec![1, 2, 3], 4) }).unwrap();
-    let first = scheduler.schedule().unwrap();
-    scheduler.commit(first.id(), &[7, 8]).unwrap();
-    scheduler.add_request(NewRequest::new("prefills", vec![4; 5], 4)).unwrap();
-    scheduler.schedule().unwrap()
-}
 
 const ARRAYS: [Field; 11] = [
     Field::Sequence,
@@ -79,11 +70,13 @@ fn plan_of_any_bytes_is_refused_or_whole() {
             let at = if random.below(2) == 0 { random.below(128) } else { random.below(bytes.len()) };
             bytes[at] = random.next() as u8;
         }
-        if let Ok(plan) = StepPlan::from_buffer(&bytes) {
-            plan.changes();
-            ARRAYS.iter().for_each(|&field| drop(plan.i32s(field).to_vec()));
-        }
+        hostile_plan::read(&bytes);
     }
+}
+
+#[test]
+fn plan_of_the_bytes_that_the_fuzzer_kept_is_refused_or_whole() {
+    model::corpus::replay("step_plan", hostile_plan::replay);
 }
 
 #[test]

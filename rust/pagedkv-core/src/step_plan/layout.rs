@@ -106,7 +106,8 @@ pub enum Field {
 }
 
 impl Field {
-    pub(super) const ALL: [Self; 21] = [
+    /// Every array, in the order of the buffer.
+    pub const ALL: [Self; 21] = [
         Self::Handles,
         Self::SlotMapping,
         Self::Sequence,

@@ -2,8 +2,8 @@
 
 use pagedkv_core::{ComputedBlocks, Error, SequenceId};
 
+use super::world::World;
 use crate::model::manager::states;
-use crate::world::World;
 
 /// Tokens that may be scheduled before anyone knows them.
 const MOST_UNKNOWN: usize = 2;

@@ -13,6 +13,7 @@ mod world;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use command::Command;
+use model::corpus;
 use model::events::Events;
 use model::random::Random;
 use proptest::prelude::*;
@@ -63,6 +64,11 @@ fn kv_cache_manager_agrees_with_the_model_over_500_000_commands() {
 #[test]
 fn kv_cache_manager_agrees_with_the_model_over_another_500_000_commands() {
     check_volume(0x5eed_0001_0000);
+}
+
+#[test]
+fn kv_cache_manager_agrees_with_the_model_on_what_the_fuzzer_kept() {
+    corpus::replay("kv_cache_manager", World::replay);
 }
 
 proptest! {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pagedkv_core::{ComputedBlocks, Error, Identity, ImageSpan, KVCacheManager, PlanId, Result, RootKey, SequenceId};
 
-use crate::world::{World, identity};
+use super::world::{World, identity};
 
 impl World {
     pub(crate) fn refused<T: std::fmt::Debug>(

@@ -6,7 +6,7 @@ use pagedkv_core::{
     CacheConfig, ComputedBlocks, Error, Identity, ImageSpan, KVCacheManager, PlanId, RootKey, SequenceId,
 };
 
-use crate::command::Command;
+use super::command::Command;
 use crate::model::manager::ManagerModel;
 use crate::model::random::two_tokens;
 
@@ -204,5 +204,17 @@ impl World {
             self.model.check(&self.manager);
         }
         self.model.check_empty(&self.manager);
+    }
+
+    /// Runs the world and the commands that these bytes stand for, to the end.
+    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
+    pub(crate) fn replay(bytes: &[u8]) {
+        let (head, commands) = bytes.split_at(bytes.len().min(3));
+        let [low, high, rolls_back] = std::array::from_fn(|at| head.get(at).copied().unwrap_or(0));
+        let mut world = Self::numbered(usize::from(u16::from_le_bytes([low, high])) % NUM_WORLDS);
+        for command in commands.chunks_exact(4) {
+            world.run(Command::decode([command[0], command[1], command[2], command[3]]));
+        }
+        world.drain(rolls_back % 2 > 0);
     }
 }

@@ -4,6 +4,7 @@
 //! last written there, so a block that reaches the wrong sequence shows as a history that is not its own.
 #![allow(dead_code, reason = "every test crate includes the whole model and uses its part")]
 
+pub(crate) mod corpus;
 pub(crate) mod device;
 pub(crate) mod events;
 pub(crate) mod manager;

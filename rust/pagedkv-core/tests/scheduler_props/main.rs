@@ -7,6 +7,7 @@ mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use model::corpus;
 use model::events::Events;
 use model::random::Random;
 use proptest::prelude::*;
@@ -60,6 +61,11 @@ fn scheduler_agrees_with_the_model_over_500_000_commands() {
 #[test]
 fn scheduler_agrees_with_the_model_over_another_500_000_commands() {
     check_volume(0x5eed_0001_0000);
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_on_what_the_fuzzer_kept() {
+    corpus::replay("scheduler", World::replay);
 }
 
 proptest! {

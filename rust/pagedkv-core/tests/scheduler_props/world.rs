@@ -327,4 +327,16 @@ impl World {
         }
         self.model.check_empty(&self.scheduler);
     }
+
+    /// Runs the world and the commands that these bytes stand for, to the end.
+    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
+    pub(crate) fn replay(bytes: &[u8]) {
+        let (number, commands) = bytes.split_at(bytes.len().min(8));
+        let number: [u8; 8] = std::array::from_fn(|at| number.get(at).copied().unwrap_or(0));
+        let mut world = Self::numbered(u64::from_le_bytes(number));
+        for command in commands.chunks_exact(4) {
+            world.run(Command::decode([command[0], command[1], command[2], command[3]]));
+        }
+        world.drain();
+    }
 }

@@ -103,10 +103,12 @@ impl SchedulerModel {
             let runs = |request: &Request, sample| {
                 entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample)
             };
-            // Samples that run together or not at all may want more between them.
-            let alone = self.residents().filter(|request| !request.asked.needs_commit || request.asked.n == 1);
-            let mut sequences = alone.flat_map(|request| {
-                request.sequences().into_iter().map(move |sample| (request, sample, self.num_wanted(request, sample)))
+            let mut sequences = self.residents().flat_map(|request| {
+                let wanted = |sample: usize| self.num_wanted(request, sample);
+                // Samples that run together or not at all want their tokens together.
+                let is_gang = request.asked.needs_commit && request.asked.n > 1;
+                let together = if is_gang { request.sequences().into_iter().map(wanted).sum() } else { 0 };
+                request.sequences().into_iter().map(move |sample| (request, sample, wanted(sample).max(together)))
             });
             let waits = sequences.find(|&(request, sample, wanted)| wanted > 0 && !runs(request, sample));
             assert!(waits.is_none_or(|(_, _, wanted)| wanted > 1), "{waits:?} could run");
