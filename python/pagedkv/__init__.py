@@ -10,7 +10,7 @@ from pagedkv.attention import paged_attention
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import PagedKVError
 from pagedkv.kv_cache import KVCache
-from pagedkv.pool import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManager
+from pagedkv.pool import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManager, chain_hashes
 from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "__version__",
+    "chain_hashes",
     "paged_attention",
 ]
 

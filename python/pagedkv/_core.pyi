@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ __all__ = [
     "UnknownIdError",
     "UnsupportedError",
     "append_kv",
+    "chain_hashes",
     "copy_blocks",
     "default_num_threads",
     "from_dlpack",
@@ -53,6 +54,35 @@ class NotHeldError(PagedKVError, ValueError): ...
 class StateError(PagedKVError, RuntimeError): ...
 class UnsupportedError(PagedKVError, NotImplementedError): ...
 class InternalError(PagedKVError, RuntimeError): ...
+
+@overload
+def chain_hashes(
+    token_ids: _IdsLike,
+    block_size: int,
+    *,
+    algorithm: str = "sha256_cbor",
+    seed: str = "vllm-none-hash",
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+    lora_path: str | None = None,
+    cache_salt: str | bytes | None = None,
+    image_spans: Sequence[tuple[int, int, bytes]] = ...,
+    external: Literal[False] = False,
+) -> list[bytes]: ...
+@overload
+def chain_hashes(
+    token_ids: _IdsLike,
+    block_size: int,
+    *,
+    algorithm: str = "sha256_cbor",
+    seed: str = "vllm-none-hash",
+    lora_id: int | None = None,
+    lora_name: str | None = None,
+    lora_path: str | None = None,
+    cache_salt: str | bytes | None = None,
+    image_spans: Sequence[tuple[int, int, bytes]] = ...,
+    external: Literal[True],
+) -> list[int]: ...
 
 @final
 class GroupSpec:

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::chain_hash::{ExtraKey, LoraName};
+
 /// Keys that hold for every block of a sequence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RootKey {
@@ -44,6 +46,29 @@ impl Identity {
             key.extend_from_slice(&(image.digest.len() as u64).to_le_bytes());
             key.extend_from_slice(&image.digest);
         }
+    }
+}
+
+impl Identity {
+    /// What a chained hash of positions `start..end` takes in besides tokens: see [`crate::chain_hash`].
+    pub(crate) fn extra_keys(&self, start: u32, end: u32, lora: Option<&LoraName>) -> Vec<ExtraKey> {
+        let overlapping = self.images.iter().filter(|image| image.start < end && start < image.start + image.len);
+        let images = overlapping.map(|image| ExtraKey::Image {
+            digest: image.digest.clone(),
+            offset: i64::from(image.start) - i64::from(start),
+        });
+        self.root.lora_key(lora).into_iter().chain(images).chain(self.root.salt_key(start)).collect()
+    }
+}
+
+impl RootKey {
+    pub(crate) fn lora_key(&self, lora: Option<&LoraName>) -> Option<ExtraKey> {
+        lora.cloned().map(ExtraKey::Lora).or(self.lora_id.map(ExtraKey::LoraId))
+    }
+
+    /// The salt, for a block that starts at `start`.
+    pub(crate) fn salt_key(&self, start: u32) -> Option<ExtraKey> {
+        self.cache_salt.clone().filter(|_| start == 0).map(ExtraKey::CacheSalt)
     }
 }
 

@@ -32,6 +32,7 @@
 
 mod block_list;
 pub mod block_pool;
+pub mod chain_hash;
 pub mod config;
 mod error;
 mod extra_keys;
@@ -46,6 +47,7 @@ pub mod step_plan;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;
+pub use chain_hash::{BlockHash, ChainHasher, ExtraKey, HashAlgorithm, LoraName};
 pub use config::{CacheConfig, GroupSpec, Policy, SchedulerConfig};
 pub use error::{Error, Result};
 pub use identity::{Identity, ImageSpan, RootKey};

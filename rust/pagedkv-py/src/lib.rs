@@ -5,6 +5,7 @@
 use pyo3::prelude::*;
 
 mod arrays;
+mod chain_hash;
 mod config;
 mod cpu_ops;
 mod dlpack;
@@ -22,6 +23,8 @@ mod sim;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::chain_hash::chain_hashes;
     #[pymodule_export]
     use crate::config::{CacheConfig, GroupSpec, SchedulerConfig};
     #[pymodule_export]
