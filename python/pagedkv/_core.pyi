@@ -35,6 +35,7 @@ __all__ = [
     "default_num_threads",
     "from_dlpack",
     "gather_kv",
+    "num_gathered_tokens",
     "paged_attention",
     "read_lengths",
     "replay_saturated",
@@ -409,7 +410,10 @@ class Tensor:
     def device(self) -> str: ...
     @property
     def readonly(self) -> bool: ...
+    @property
+    def is_distinct(self) -> bool: ...
     def select(self, axis: int, index: int) -> Tensor: ...
+    def reinterpret(self, axis: int, sizes: Sequence[int], dtype: str, *, argument: str = "tensor") -> Tensor: ...
     def __dlpack__(
         self,
         *,
@@ -436,7 +440,8 @@ def gather_kv(
     *,
     num_threads: int | None = None,
 ) -> None: ...
-def update_block_table(block_table: Any, table_updates: Any) -> None: ...
+def num_gathered_tokens(k_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None) -> int: ...
+def update_block_table(block_table: Any, table_updates: Any, num_blocks: int) -> None: ...
 def paged_attention(
     q: Any,
     k_cache: Any,
@@ -451,6 +456,7 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Any = None,
     num_threads: int | None = None,
 ) -> None: ...
 def default_num_threads() -> int: ...

@@ -6,7 +6,7 @@ import torch
 
 import pagedkv
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
-from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
+from pagedkv.kv_cache import KVCache, Tensor, from_dlpack, gather_kv
 
 SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
 TABLE = {"max_num_seqs": 5, "max_blocks_per_seq": 7}
@@ -76,6 +76,16 @@ def test_layer_is_refused_when_there_is_none_of_that_number(layer):
         make_cache().layer(layer)
 
 
+@pytest.mark.parametrize("layer", ["1", None, 1.0])
+def test_layer_is_refused_by_name_when_it_is_no_integer(layer):
+    with pytest.raises(TypeError, match=f"layer: expected an integer, found {layer!r}"):
+        make_cache().layer(layer)
+
+
+def test_layer_is_found_when_its_number_is_numpys():
+    assert make_cache().layer(np.int64(1))[0].shape == (6, 2, 4, 8)
+
+
 @pytest.mark.parametrize("permutation", [(0, 1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5), (2, 4, 0, 3, 1, 5)])
 def test_given_pool_is_used_in_place_when_its_strides_are_any(permutation):
     memory = torch.zeros([SHAPE[axis] for axis in permutation], dtype=torch.float16)
@@ -127,6 +137,24 @@ def test_given_block_table_is_used_in_place():
             r"block_table: expected shape \(1, 5, 7\), found \(5, 7\)",
         ),
         ({"block_table": np.zeros((1, 5, 7))}, TypeError, "block_table: expected dtype .*, found float64"),
+        ({"num_blocks": "6"}, TypeError, "num_blocks: expected an integer, found '6'"),
+        ({"block_size": 4.0}, TypeError, "block_size: expected an integer, found 4.0"),
+        ({"num_layers": None}, TypeError, "num_layers: expected an integer, found None"),
+        ({"num_kv_heads": True}, TypeError, "num_kv_heads: expected an integer, found True"),
+        ({"head_dim": [8]}, TypeError, r"head_dim: expected an integer, found \[8\]"),
+        ({"max_num_seqs": None}, TypeError, "max_num_seqs: expected an integer, found None"),
+        ({"max_blocks_per_seq": "7"}, TypeError, "max_blocks_per_seq: expected an integer, found '7'"),
+        ({"pool": 5}, TypeError, "pool: expected an array that speaks DLPack, found int"),
+        (
+            {"pool": torch.zeros(1, 3, 2, 2, 4, 8).expand(SHAPE)},
+            ValueError,
+            r"pool: expected memory that does not overlap itself, found strides \(0, 128,",
+        ),
+        (
+            {"block_table": torch.zeros(12, dtype=torch.int32).as_strided((1, 5, 7), (1, 1, 1))},
+            ValueError,
+            "block_table: expected memory that does not overlap itself",
+        ),
     ],
 )
 def test_cache_names_the_argument_when_it_is_refused(options, error, message):
@@ -144,16 +172,10 @@ def test_sizes_come_from_the_configuration_when_there_is_one():
 
 
 def test_lookahead_widens_the_block_table_when_it_is_configured():
-    group = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
-    cache_config = SimpleNamespace(num_blocks=4, block_size=8, groups=[group])
+    group = pagedkv.GroupSpec(1, 1, 8)
+    cache_config = pagedkv.CacheConfig(4, 8, groups=[group])
     scheduler_config = SimpleNamespace(max_num_seqs=2, max_model_len=40, lookahead=1)
     assert KVCache.from_config(cache_config, scheduler_config, backend="numpy").block_table.shape == (1, 2, 6)
-
-
-def test_configuration_is_refused_when_it_has_two_groups():
-    cache_config = SimpleNamespace(num_blocks=4, block_size=8, groups=[None, None])
-    with pytest.raises(UnsupportedError, match="one group, found 2"):
-        KVCache.from_config(cache_config, SimpleNamespace())
 
 
 @pytest.mark.parametrize("backend", ["torch", "numpy"])
@@ -200,7 +222,8 @@ def test_apply_refuses_and_writes_nothing_when_the_plan_asks_for_more(name):
         ((1, 0, 0, 1), r"table_updates\[1, 0\]: expected a group below 1, found 1"),
         ((0, 5, 0, 1), r"table_updates\[1, 1\]: expected a row below 5, found 5"),
         ((0, 0, -1, 1), r"table_updates\[1, 2\]: expected a column below 7, found -1"),
-        ((0, 0, 0, -3), r"table_updates\[1, 3\]: expected a block id, found -3"),
+        ((0, 0, 0, -3), r"table_updates\[1, 3\]: expected a block below 6, found -3"),
+        ((0, 0, 0, 6), r"table_updates\[1, 3\]: expected a block below 6, found 6"),
     ],
 )
 def test_apply_names_the_cell_and_writes_nothing_when_it_is_outside(update, message):
@@ -236,6 +259,29 @@ def test_gather_kv_returns_bits_when_numpy_holds_bfloat16():
     k, _ = cache.gather_kv(0, np.array([1], np.int32))
     assert k.dtype == np.uint16
     assert (k == 0x3F80).all()
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "rows", "error", "message"),
+    [
+        (np.array([2**31 - 1], np.int32), None, ValueError, r"seq_lens\[0\]: expected at most 28 .*, found 2147483647"),
+        (np.array([4, -1], np.int32), None, ValueError, r"seq_lens\[1\]: expected a length, found -1"),
+        (np.array([1], np.int32), np.array([5], np.int32), ValueError, r"rows\[0\]: expected a row below 5, found 5"),
+        (5, None, TypeError, "seq_lens: expected an array that speaks DLPack, found int"),
+    ],
+)
+def test_gather_kv_makes_no_output_when_a_length_is_refused(monkeypatch, seq_lens, rows, error, message):
+    cache = make_cache()
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was allocated"))
+    with pytest.raises(error, match=message):
+        cache.gather_kv(0, seq_lens, rows)
+    with pytest.raises(error, match=message):
+        gather_kv(*cache.layer(0), cache.block_table[0], seq_lens, rows)
+
+
+def test_apply_names_the_plan_when_it_is_none():
+    with pytest.raises(TypeError, match="plan: expected a StepPlan, found NoneType"):
+        make_cache().apply(None)
 
 
 def test_pool_is_imported_once_when_operations_repeat():

@@ -1,22 +1,28 @@
 """`KVCache`: the blocks of all layers, and the block table that kernels read."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
-from pagedkv.kv_cache.memory import ITEM_BYTES, is_sliceable, make_blocks, make_table
+from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
+from pagedkv.kv_cache.groups import CacheGroup, groups_of, place_layers, view_array, view_tensor
+from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
 from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv
 
-_UNSUPPORTED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_Found = TypeVar("_Found")
 
 
 class KVCache:
     """Keys and values of all layers in blocks of fixed size, and the block table that kernels read.
 
-    The pool has shape ``(num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)``; keys are at index 0 of the
-    third dimension, values at index 1. In the "block" layout a block is one span of memory over all its layers, so
+    The pool has shape ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``; keys are at index 0 of
+    the third dimension, values at index 1. In the "block" layout a block is one span of memory over all its layers, so
     copying it is one copy; in the "layer" layout each layer is one span and the strides differ. Both go down the same
     path.
+
+    Layers may be in several cache groups, which `from_config` takes from a configuration. All groups draw blocks from
+    the one pool, and a block belongs to one group at a time: each group sees the same bytes in its own shape and element
+    type.
 
     Parameters
     ----------
@@ -46,13 +52,17 @@ class KVCache:
 
     Attributes
     ----------
-    num_blocks, block_size, num_layers, num_kv_heads, head_dim : int
+    num_blocks, num_layers : int
         As given.
-    dtype : str
-        Name of the element type.
+    num_layer_slots : int
+        Layers that a block has room for.
+    groups : tuple of CacheGroup
+        Each group's layers, and how it sees a block.
+    block_size, num_kv_heads, head_dim, dtype
+        Those of all groups; where groups differ, an AttributeError says so.
     pool : array
-        The whole memory, in the library that made it.
-    block_table : array, shape (1, max_num_seqs, max_blocks_per_seq), int32
+        The whole memory, in the library that made it and as the first group sees it.
+    block_table : array, shape (num_groups, max_num_seqs, max_blocks_per_seq), int32
         Block ids by cache group, row and column; it never moves.
 
     Raises
@@ -60,7 +70,8 @@ class KVCache:
     UnsupportedError
         If `dtype` or `device` waits for a later version.
     TypeError, InvalidArgumentError
-        If an argument is out of its range, or given memory does not have the shape and type that it should.
+        If an argument is out of its range, or given memory is read-only, overlaps itself, does not have the shape and
+        type that it should, or can't be seen in the shape of each group.
 
     Examples
     --------
@@ -90,23 +101,25 @@ class KVCache:
         pool: Any = None,
         block_table: Any = None,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = _dtype_name(dtype)
-        _check_sizes(self, max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq)
-        _check_place(layout, backend, device)
-        self._backend = backend
-        shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-        self.pool = _make_pool(backend, shape, self.dtype, layout) if pool is None else pool
-        self._pool = _import("pool", self.pool, shape, self.dtype)
-        table_shape = (1, max_num_seqs, max_blocks_per_seq)
-        self.block_table = make_table(backend, table_shape) if block_table is None else block_table
-        self._block_table = _import("block_table", self.block_table, table_shape, "int32")
-        self._tensors = [_select_layer(self._pool, layer) for layer in range(num_layers)]
-        self._layers = [_slice_layer(self.pool, layer) or self._tensors[layer] for layer in range(num_layers)]
+        group = CacheGroup(
+            tuple(range(size("num_layers", num_layers))),
+            size("num_kv_heads", num_kv_heads),
+            size("head_dim", head_dim),
+            size("block_size", block_size),
+            dtype_name(dtype),
+        )
+        table_sizes = (size("max_num_seqs", max_num_seqs), size("max_blocks_per_seq", max_blocks_per_seq))
+        self._set_up(
+            size("num_blocks", num_blocks),
+            (group,),
+            len(group.layers),
+            table_sizes,
+            layout=layout,
+            backend=backend,
+            device=device,
+            pool=pool,
+            block_table=block_table,
+        )
 
     @classmethod
     def from_config(cls, cache_config: Any, scheduler_config: Any, **options: Any) -> Self:
@@ -115,11 +128,13 @@ class KVCache:
         Parameters
         ----------
         cache_config : CacheConfig
-            Blocks and the one group of layers.
+            Blocks and groups of layers.
         scheduler_config : SchedulerConfig
             Sequences and their longest length, which size the block table.
         **options
-            `layout`, `backend`, `device`, `pool`, `block_table` as for the class.
+            `layout`, `backend`, `device`, `pool`, `block_table` as for the class. The pool has the shape of the first
+            group, ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``, and the block table
+            ``(num_groups, max_num_seqs, max_blocks_per_seq)``, which is as wide as the smallest block size needs.
 
         Returns
         -------
@@ -128,30 +143,100 @@ class KVCache:
 
         Raises
         ------
-        UnsupportedError
-            If the configuration has more than one group.
+        InvalidArgumentError
+            If the configuration describes no layers, or its groups do not fit into one pool.
         """
-        if len(cache_config.groups) != 1:
-            raise UnsupportedError(f"cache_config.groups: KVCache holds one group, found {len(cache_config.groups)}")
-        group = cache_config.groups[0]
+        groups, num_layer_slots = groups_of(cache_config)
         max_tokens = scheduler_config.max_model_len + scheduler_config.lookahead
-        return cls(
-            cache_config.num_blocks,
-            cache_config.block_size,
-            group.num_layers,
-            group.num_kv_heads,
-            group.head_dim,
-            group.dtype,
-            max_num_seqs=scheduler_config.max_num_seqs,
-            max_blocks_per_seq=-(-max_tokens // cache_config.block_size),
-            **options,
-        )
+        width = -(-max_tokens // min(group.block_size for group in groups))
+        cache = cls.__new__(cls)
+        table_sizes = (scheduler_config.max_num_seqs, width)
+        cache._set_up(cache_config.num_blocks, groups, num_layer_slots, table_sizes, **options)
+        return cache
+
+    def _set_up(
+        self,
+        num_blocks: int,
+        groups: tuple[CacheGroup, ...],
+        num_layer_slots: int,
+        table_sizes: tuple[int, int],
+        *,
+        layout: str = "block",
+        backend: str = "torch",
+        device: Any = "cpu",
+        pool: Any = None,
+        block_table: Any = None,
+    ) -> None:
+        check_place(layout, backend, device)
+        self.num_blocks = num_blocks
+        self.groups = groups
+        self.num_layer_slots = num_layer_slots
+        self._places = place_layers(groups)
+        self._backend = backend
+        shape = (num_blocks, num_layer_slots, *groups[0].slot_shape)
+        self.pool = make_pool(backend, shape, groups[0].dtype, layout) if pool is None else pool
+        self._pool = import_memory("pool", self.pool, shape, groups[0].dtype)
+        table_shape = (len(groups), *table_sizes)
+        self.block_table = make_table(backend, table_shape) if block_table is None else block_table
+        self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
+        self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
+        self._tensors, self._layers = self._view_layers()
+
+    def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
+        tensors, arrays = {}, {}
+        views = [view_tensor(self._pool, group) for group in self.groups]
+        sliceable = [view_array(self.pool, self.groups[0], group) for group in self.groups]
+        for layer, (group, slot) in self._places.items():
+            both = views[group].select(1, slot)
+            tensors[layer] = (both.select(1, 0), both.select(1, 1))
+            array = sliceable[group]
+            arrays[layer] = tensors[layer] if array is None else (array[:, slot, 0], array[:, slot, 1])
+        return tensors, arrays
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return len(self._places)
+
+    @property
+    def padding(self) -> float:
+        """Share of the pool that no layer uses, because groups have fewer layers than a block has room for."""
+        return 1 - self.num_layers / (self.num_layer_slots * len(self.groups))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of every group."""
+        size: int = self._common("block_size")
+        return size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every layer."""
+        num_kv_heads: int = self._common("num_kv_heads")
+        return num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements per head of every layer."""
+        head_dim: int = self._common("head_dim")
+        return head_dim
+
+    @property
+    def dtype(self) -> str:
+        """Element type of every layer."""
+        dtype: str = self._common("dtype")
+        return dtype
+
+    def _common(self, name: str) -> Any:
+        found = [getattr(group, name) for group in self.groups]
+        if len(set(found)) > 1:
+            raise AttributeError(f"{name}: the groups differ, {found}: ask groups[group_of(layer)]")
+        return found[0]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        elements = self.num_blocks * self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * ITEM_BYTES[self.dtype]
+        return self.num_blocks * self.num_layer_slots * self.groups[0].slot_bytes
 
     @property
     def device(self) -> str:
@@ -169,9 +254,10 @@ class KVCache:
         Returns
         -------
         k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
-            Views in the library of the pool; `Tensor` where that is neither torch nor NumPy.
+            Views in the library of the pool and the shape of the layer's group; `Tensor` where that library is neither
+            torch nor NumPy.
         """
-        return self._layers[self._check_layer(layer)]
+        return self._find(self._layers, layer)
 
     def layer_tensors(self, layer: int) -> tuple[_core.Tensor, _core.Tensor]:
         """Return the keys and the values of a layer as imported tensors.
@@ -188,7 +274,32 @@ class KVCache:
         k_cache, v_cache : Tensor, shape (num_blocks, num_kv_heads, block_size, head_dim)
             Views of the pool.
         """
-        return self._tensors[self._check_layer(layer)]
+        return self._find(self._tensors, layer)
+
+    def group_of(self, layer: int) -> int:
+        """Return the cache group of a layer: its row of `block_table` and of a plan's `slot_mapping`.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the layer, from 0.
+
+        Returns
+        -------
+        int
+            Index of the group.
+        """
+        return self._find(self._places, layer)[0]
+
+    def table_tensors(self) -> list[_core.Tensor]:
+        """Return the block table of each group as imported tensors.
+
+        Returns
+        -------
+        list of Tensor, shape (max_num_seqs, max_blocks_per_seq), int32
+            Views of `block_table`, by group.
+        """
+        return list(self._tables)
 
     def apply(self, plan: Any) -> None:
         """Do what a plan asks of the memory before the model runs: table updates, then copies.
@@ -202,9 +313,11 @@ class KVCache:
         ------
         UnsupportedError
             If the plan has slot moves or swaps; nothing is written then.
-        InvalidArgumentError
-            If it names cells or blocks that the memory does not have; nothing is written then.
+        TypeError, InvalidArgumentError
+            If it is no plan, or names cells or blocks that the memory does not have; nothing is written then.
         """
+        if not hasattr(plan, "table_updates"):
+            raise TypeError(f"plan: expected a StepPlan, found {type(plan).__name__}")
         for name in ("slot_moves", "swap_out", "swap_in"):
             if len(getattr(plan, name)):
                 raise UnsupportedError(f"plan.{name}: KVCache.apply does not support them yet")
@@ -213,7 +326,7 @@ class KVCache:
                 f"plan.copies: expected blocks below {self.num_blocks}, found {plan.copies.max()}"
             )
         if len(plan.table_updates):
-            _core.update_block_table(self._block_table, plan.table_updates)
+            _core.update_block_table(self._block_table, plan.table_updates, self.num_blocks)
         if len(plan.copies):
             copy_blocks(self._pool, plan.copies)
 
@@ -227,8 +340,8 @@ class KVCache:
         k, v : array, shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
             One row per token; converted where the cache is of another type.
         slot_mapping : array, shape (num_tokens,), int64
-            ``block * block_size + offset`` of each token; -1 is skipped. Where a slot comes twice, the later token
-            wins.
+            ``block * block_size + offset`` of each token in the blocks of the layer's group; -1 is skipped. Where a
+            slot comes twice, the later token wins.
         """
         append_kv(k, v, *self.layer_tensors(layer), slot_mapping)
 
@@ -257,69 +370,22 @@ class KVCache:
         Returns
         -------
         k, v : array, shape (sum(seq_lens), num_kv_heads, head_dim)
-            Contiguous copies, sequence after sequence, in the library that was chosen as backend.
+            Contiguous copies, sequence after sequence, in the library that was chosen as backend. Tokens whose block
+            has left the layer's window come from the null block, which holds nothing of meaning.
         """
-        num_tokens = max(0, sum(int(length) for length in seq_lens))
-        shape = (num_tokens, self.num_kv_heads, self.head_dim)
-        k, v = (make_blocks(self._backend, shape, self.dtype) for _ in range(2))
-        out = (_core.from_dlpack(k, self.dtype), _core.from_dlpack(v, self.dtype))
-        gather_kv(*self.layer_tensors(layer), self._block_table.select(0, 0), seq_lens, rows, out=out)
+        caches = self.layer_tensors(layer)
+        number = self.group_of(layer)
+        group, table = self.groups[number], self._tables[number]
+        num_tokens = _core.num_gathered_tokens(caches[0], table, seq_lens, rows)
+        shape = (num_tokens, group.num_kv_heads, group.head_dim)
+        k, v = (make_blocks(self._backend, shape, group.dtype) for _ in range(2))
+        out = (_core.from_dlpack(k, group.dtype), _core.from_dlpack(v, group.dtype))
+        gather_kv(*caches, table, seq_lens, rows, out=out)
         return k, v
 
-    def _check_layer(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise InvalidArgumentError(f"layer: expected 0 to {self.num_layers - 1}, found {layer}")
-        return layer
-
-
-def _dtype_name(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name in _UNSUPPORTED_DTYPES:
-        raise UnsupportedError(f"dtype: KVCache does not support {name} yet")
-    _check_choice("dtype", name, tuple(ITEM_BYTES))
-    return name
-
-
-def _check_choice(argument: str, found: str, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        raise InvalidArgumentError(f"{argument}: expected one of {', '.join(choices)}, found {found!r}")
-
-
-def _check_place(layout: str, backend: str, device: Any) -> None:
-    _check_choice("layout", layout, ("block", "layer"))
-    _check_choice("backend", backend, ("torch", "numpy"))
-    if str(device) != "cpu":
-        raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
-
-
-def _check_sizes(cache: KVCache, **table_sizes: int) -> None:
-    names = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim")
-    sizes = {name: getattr(cache, name) for name in names} | table_sizes
-    for name, size in sizes.items():
-        if size < 1:
-            raise InvalidArgumentError(f"{name}: expected at least 1, found {size}")
-
-
-def _make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
-    if layout == "block":
-        return make_blocks(backend, shape, dtype)
-    num_blocks, num_layers, *rest = shape
-    return make_blocks(backend, (num_layers, num_blocks, *rest), dtype).swapaxes(0, 1)
-
-
-def _import(argument: str, array: Any, shape: tuple[int, ...], dtype: str) -> _core.Tensor:
-    tensor = _core.from_dlpack(array, dtype, argument=argument)
-    if tensor.shape != shape:
-        raise InvalidArgumentError(f"{argument}: expected shape {shape}, found {tensor.shape}")
-    if tensor.readonly:
-        raise InvalidArgumentError(f"{argument}: expected writable memory, found a read-only array")
-    return tensor
-
-
-def _select_layer(pool: _core.Tensor, layer: int) -> tuple[_core.Tensor, _core.Tensor]:
-    layer_tensor = pool.select(1, layer)
-    return layer_tensor.select(1, 0), layer_tensor.select(1, 1)
-
-
-def _slice_layer(pool: Any, layer: int) -> tuple[Any, Any] | None:
-    return (pool[:, layer, 0], pool[:, layer, 1]) if is_sliceable(pool) else None
+    def _find(self, by_layer: dict[int, _Found], layer: int) -> _Found:
+        number = layer if type(layer) is int else integer("layer", layer)
+        found = by_layer.get(number)
+        if found is None:
+            raise InvalidArgumentError(f"layer: expected 0 to {self.num_layers - 1}, found {number}")
+        return found

@@ -20,6 +20,14 @@ def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
+def make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
+    """Make memory for blocks, with the layers outermost if the layout says so."""
+    if layout == "block":
+        return make_blocks(backend, shape, dtype)
+    num_blocks, num_layer_slots, *rest = shape
+    return make_blocks(backend, (num_layer_slots, num_blocks, *rest), dtype).swapaxes(0, 1)
+
+
 def make_table(backend: str, shape: tuple[int, ...]) -> Any:
     """Make a block table in which every entry is the null block."""
     if backend == "numpy":
@@ -38,6 +46,16 @@ def make_like(argument: str, array: Any, shape: tuple[int, ...] | None = None, d
     if isinstance(array, np.ndarray):
         return np.empty(array.shape if shape is None else shape, array.dtype if dtype is None else dtype)
     raise TypeError(f"{argument}: expected an array to write to, as none is made like a {type(array).__name__}")
+
+
+def reinterpret(array: Any, sizes: tuple[int, ...], dtype: str) -> Any:
+    """Return a view of an array of torch or NumPy whose dimensions from the third on, one span, have other sizes."""
+    outer = tuple(array.shape[:2])
+    if isinstance(array, np.ndarray):
+        return array.reshape((*outer, -1)).view(_NUMPY_DTYPES[dtype]).reshape((*outer, *sizes))
+    import torch
+
+    return array.view(*outer, -1).view(getattr(torch, dtype)).view(*outer, *sizes)
 
 
 def is_sliceable(array: Any) -> bool:

@@ -98,7 +98,7 @@ def gather_kv(
     [4.0, 5.0, 2.0]
     """
     if out is None:
-        num_tokens = max(0, sum(int(length) for length in seq_lens))
+        num_tokens = _core.num_gathered_tokens(k_cache, block_table, seq_lens, rows)
         shape = (num_tokens, *_core.from_dlpack(k_cache, argument="k_cache").shape[1::2])
         out = (make_like("out", k_cache, shape), make_like("out", v_cache, shape))
     k_out, v_out = out

@@ -7,6 +7,8 @@ use crate::view::{DType, View};
 pub const QUERIES: [&str; 3] = ["num_tokens", "num_q_heads", "head_dim"];
 /// Dimensions of `lse`.
 pub const LSE: [&str; 2] = ["num_tokens", "num_q_heads"];
+/// Dimensions of `sinks`.
+pub const SINKS: [&str; 1] = ["num_q_heads"];
 /// Dimensions of `k` and `v`.
 pub const KEYS: [&str; 3] = ["num_tokens", "num_kv_heads", "head_dim"];
 /// Dimensions of one layer of the cache.

@@ -203,27 +203,35 @@ impl<const N: usize> View<N> {
     }
 
     /// Whether its elements surely lie at distinct addresses, as those of an output must.
-    ///
-    /// Holds when each dimension, taken from the smallest stride up, steps over all that the smaller ones reach.
     pub(crate) fn is_distinct(&self) -> bool {
-        if self.is_empty() {
-            return true;
-        }
-        let mut steps: Vec<(i64, i64)> = self
-            .shape
-            .iter()
-            .zip(&self.strides)
-            .filter(|(n, _)| **n > 1)
-            .map(|(n, stride)| (stride.abs(), *n as i64 - 1))
-            .collect();
-        steps.sort_unstable();
-        let mut reach = 0_i64;
-        steps.into_iter().all(|(stride, count)| {
-            let fits = stride > reach;
-            reach += stride * count;
-            fits
-        })
+        are_distinct(&self.shape, &self.strides)
     }
+}
+
+/// Whether the elements of an array of that shape and those strides surely lie at distinct addresses.
+///
+/// Holds when each dimension, taken from the smallest stride up, steps over all that the smaller ones reach.
+///
+/// # Complexity
+///
+/// O(n log n) for n dimensions.
+pub fn are_distinct(shape: &[usize], strides: &[i64]) -> bool {
+    if shape.contains(&0) {
+        return true;
+    }
+    let mut steps: Vec<(i64, i64)> = shape
+        .iter()
+        .zip(strides)
+        .filter(|(n, _)| **n > 1)
+        .map(|(n, stride)| (stride.saturating_abs(), *n as i64 - 1))
+        .collect();
+    steps.sort_unstable();
+    let mut reach = 0_i64;
+    steps.into_iter().all(|(stride, count)| {
+        let fits = stride > reach;
+        reach = reach.saturating_add(stride.saturating_mul(count));
+        fits
+    })
 }
 
 #[cfg(test)]

@@ -38,6 +38,7 @@ struct World {
     v: Vec<f32>,
     out: Vec<f32>,
     lse: Vec<f32>,
+    sinks: Option<Vec<f32>>,
     table: Vec<i32>,
     seq_lens: Vec<i32>,
     query_start_loc: Vec<i32>,
@@ -55,6 +56,7 @@ impl World {
             v: vec![f32::NAN; cache],
             out: vec![f32::NAN; num_tokens * KV_HEADS * GROUP * HEAD_DIM],
             lse: vec![f32::NAN; num_tokens * KV_HEADS * GROUP],
+            sinks: None,
             table: vec![i32::MAX; sequences.len() * NUM_BLOCKS],
             seq_lens: sequences.iter().map(|s| s.0 as i32).collect(),
             query_start_loc: vec![0],
@@ -95,6 +97,10 @@ impl World {
             v_cache: view(&mut self.v, DType::F32, cache),
             out: view(&mut self.out, DType::F32, tokens),
             lse: Some(view(&mut self.lse, DType::F32, [num_tokens, KV_HEADS * GROUP])),
+            sinks: self.sinks.as_deref_mut().map(|sinks| {
+                let num_heads = sinks.len();
+                view(sinks, DType::F32, [num_heads])
+            }),
         };
         let batch = Batch {
             block_table: view(&mut self.table, DType::I32, table),
@@ -125,6 +131,11 @@ impl World {
             for (o, v) in out.iter_mut().zip(&self.v[at..]) {
                 *o += score.exp() * f64::from(*v);
             }
+        }
+        if let Some(sinks) = &self.sinks
+            && start < end
+        {
+            sum += f64::from(sinks[head]).exp();
         }
         for o in &mut out {
             *o = if sum == 0.0 { 0.0 } else { *o / sum };
@@ -162,6 +173,25 @@ fn attention_equals_the_naive_softmax_when_prefill_and_decode_are_mixed() {
         world.run(&options, 1).unwrap();
         world.assert_naive(&options);
     }
+}
+
+#[test]
+fn attention_gives_sinks_their_share_of_the_weights() {
+    for options in [AttentionOptions::default(), AttentionOptions { sliding_window: Some(5), ..Default::default() }] {
+        let mut world = World::new(&[(1, 1), (41, 1), (1100, 3), (7, 7), (60, 33), (0, 2), (3, 5)]);
+        // Far below all scores, beside them, and far above.
+        world.sinks = Some(vec![-90.0, -1.0, 0.0, 1.0, 6.0, f32::NEG_INFINITY]);
+        world.run(&options, 1).unwrap();
+        world.assert_naive(&options);
+    }
+}
+
+#[test]
+fn attention_names_the_sinks_when_there_is_not_one_for_each_query_head() {
+    let mut world = World::new(&[(7, 7)]);
+    world.sinks = Some(vec![0.0; KV_HEADS]);
+    let error = world.run(&AttentionOptions::default(), 1).unwrap_err();
+    assert_eq!(error.to_string(), "sinks: expected shape (num_q_heads=6,), found (2,)");
 }
 
 #[test]

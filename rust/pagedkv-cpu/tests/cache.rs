@@ -104,7 +104,8 @@ fn copy_refuses_when_a_destination_is_also_a_source() {
 fn table_stays_as_it_was_when_one_update_is_outside() {
     let mut table = vec![0; 6];
     let view = view(&mut table, DType::I32, [1, 2, 3]);
-    assert!(update_block_table(&view, &[[0, 0, 0, 7], [0, 2, 0, 7]]).is_err());
-    update_block_table(&view, &[[0, 1, 2, 8]]).unwrap();
+    assert!(update_block_table(&view, &[[0, 0, 0, 7], [0, 2, 0, 7]], 9).is_err());
+    assert!(update_block_table(&view, &[[0, 0, 0, 7], [0, 1, 0, 9]], 9).is_err());
+    update_block_table(&view, &[[0, 1, 2, 8]], 9).unwrap();
     assert_eq!(table, [0, 0, 0, 0, 0, 8]);
 }

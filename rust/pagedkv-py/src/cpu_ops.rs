@@ -2,7 +2,7 @@
 
 use pagedkv_cpu::{
     AttentionOptions, BLOCK_TABLE, Batch, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, LSE, Operands, POOL,
-    QUERIES, VALUES_OUT,
+    QUERIES, SINKS, VALUES_OUT,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -80,23 +80,40 @@ pub(crate) fn gather_kv(
         .map_err(to_py_err)
 }
 
-/// Writes (group, row, column, block) cells; see `pagedkv_cpu::update_block_table`.
+/// Tokens that `gather_kv` would collect, lengths and blocks checked; see `pagedkv_cpu::num_gathered_tokens`.
+#[pyfunction]
+#[pyo3(signature = (k_cache, block_table, seq_lens, rows=None))]
+pub(crate) fn num_gathered_tokens(
+    k_cache: &Bound<'_, PyAny>,
+    block_table: &Bound<'_, PyAny>,
+    seq_lens: &Bound<'_, PyAny>,
+    rows: Option<&Bound<'_, PyAny>>,
+) -> PyResult<usize> {
+    let (k_cache, block_table) = (array("k_cache", k_cache)?, array("block_table", block_table)?);
+    let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
+    let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
+    let (cache, table) = (k_cache.view("k_cache", CACHE)?, block_table.view("block_table", BLOCK_TABLE)?);
+    pagedkv_cpu::num_gathered_tokens(&cache, &table, rows.as_deref(), &seq_lens).map_err(to_py_err)
+}
+
+/// Writes (group, row, column, block) cells of a cache of `num_blocks`; see `pagedkv_cpu::update_block_table`.
 #[pyfunction]
 pub(crate) fn update_block_table(
     py: Python<'_>,
     block_table: &Bound<'_, PyAny>,
     table_updates: &Bound<'_, PyAny>,
+    num_blocks: usize,
 ) -> PyResult<()> {
     let block_table = array("block_table", block_table)?;
     let updates: Vec<[i32; 4]> = records("table_updates", table_updates)?;
     let view = block_table.view_mut("block_table", GROUPED_BLOCK_TABLE)?;
-    py.detach(|| pagedkv_cpu::update_block_table(&view, &updates)).map_err(to_py_err)
+    py.detach(|| pagedkv_cpu::update_block_table(&view, &updates, num_blocks)).map_err(to_py_err)
 }
 
 /// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
 #[pyfunction]
 #[pyo3(signature = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *, rows=None, lse=None,
-                    softmax_scale=None, sliding_window=None, soft_cap=None, num_threads=None))]
+                    softmax_scale=None, sliding_window=None, soft_cap=None, sinks=None, num_threads=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn paged_attention(
     py: Python<'_>,
@@ -112,12 +129,14 @@ pub(crate) fn paged_attention(
     softmax_scale: Option<f32>,
     sliding_window: Option<usize>,
     soft_cap: Option<f32>,
+    sinks: Option<&Bound<'_, PyAny>>,
     num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (q, out) = (array("q", q)?, array("out", out)?);
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
     let block_table = array("block_table", block_table)?;
     let lse = lse.map(|lse| array("lse", lse)).transpose()?;
+    let sinks = sinks.map(|sinks| array("sinks", sinks)).transpose()?;
     let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
     let query_start_loc: Vec<i32> = integers("query_start_loc", query_start_loc)?;
     let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
@@ -128,6 +147,7 @@ pub(crate) fn paged_attention(
         v_cache: v_cache.view("v_cache", CACHE)?,
         out: out.view_mut("out", QUERIES)?,
         lse: lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?,
+        sinks: sinks.as_ref().map(|sinks| sinks.view("sinks", SINKS)).transpose()?,
     };
     let batch = Batch {
         block_table: block_table.view("block_table", BLOCK_TABLE)?,

@@ -28,7 +28,10 @@ mod _core {
     #[pymodule_export]
     use crate::config::{CacheConfig, GroupSpec, SchedulerConfig};
     #[pymodule_export]
-    use crate::cpu_ops::{append_kv, copy_blocks, default_num_threads, gather_kv, paged_attention, update_block_table};
+    use crate::cpu_ops::{
+        append_kv, copy_blocks, default_num_threads, gather_kv, num_gathered_tokens, paged_attention,
+        update_block_table,
+    };
     #[pymodule_export]
     use crate::dlpack::{Tensor, from_dlpack};
     #[pymodule_export]

@@ -54,6 +54,8 @@ pub(super) struct Kernel<'a> {
     plan: &'a Plan,
     softmax_scale: f32,
     soft_cap: Option<f32>,
+    /// The sink of each query head; empty without sinks.
+    sinks: Vec<f32>,
 }
 
 impl<'a> Kernel<'a> {
@@ -64,6 +66,7 @@ impl<'a> Kernel<'a> {
             plan,
             softmax_scale: options.softmax_scale.unwrap_or(default_scale as f32),
             soft_cap: options.soft_cap,
+            sinks: operands.sinks.as_ref().map_or_else(Vec::new, load_sinks),
         }
     }
 
@@ -143,17 +146,27 @@ impl<'a> Kernel<'a> {
         for (r, acc) in state.acc.chunks_exact(cut.head_dim).enumerate() {
             let token = sequence.token(tile.queries.start + r / cut.group);
             let head = tile.kv_head * cut.group + r % cut.group;
-            let (max, sum) = (state.max[r], state.sum[r]);
-            if sum == 0.0 {
+            if state.sum[r] == 0.0 {
                 row.fill(0.0);
                 self.write(token, head, &row, f32::NEG_INFINITY);
                 continue;
             }
+            let Normaliser { shrink, sum, max } = self.normaliser(head, state.max[r], state.sum[r]);
             for (o, a) in row.iter_mut().zip(acc) {
-                *o = a / sum;
+                *o = a * shrink / sum;
             }
             self.write(token, head, &row, max + sum.ln());
         }
+    }
+
+    /// What makes weights of a row's exponentials, its head's sink counted.
+    fn normaliser(&self, head: usize, max: f32, sum: f32) -> Normaliser {
+        let Some(sink) = self.sinks.get(head) else {
+            return Normaliser { shrink: 1.0, sum, max };
+        };
+        let all = max.max(*sink);
+        let shrink = (max - all).exp();
+        Normaliser { shrink, sum: sum * shrink + (sink - all).exp(), max: all }
     }
 
     /// Gives tokens that belong to no sequence the result of seeing no key.
@@ -176,6 +189,22 @@ impl<'a> Kernel<'a> {
             unsafe { view.at([token, head]).cast::<f32>().write(lse) };
         }
     }
+}
+
+/// `acc * shrink / sum` is the result of a row, `max + ln(sum)` its logarithm of the sum of exponentials.
+struct Normaliser {
+    shrink: f32,
+    sum: f32,
+    max: f32,
+}
+
+fn load_sinks(sinks: &View<1>) -> Vec<f32> {
+    let mut loaded = vec![0_f32; sinks.shape()[0]];
+    for (head, sink) in loaded.iter_mut().enumerate() {
+        // SAFETY: the element lies inside the view.
+        unsafe { load(sinks.dtype(), sinks.at([head]), std::slice::from_mut(sink)) };
+    }
+    loaded
 }
 
 impl Partial {

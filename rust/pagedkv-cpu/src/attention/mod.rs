@@ -16,7 +16,9 @@ pub(crate) use batch::{BlockTable, check_seq_lens};
 
 use std::sync::OnceLock;
 
-use crate::dims::{CACHE, Dims, LSE, QUERIES, check_apart, check_computed, check_distinct, check_dtype, check_rows};
+use crate::dims::{
+    CACHE, Dims, LSE, QUERIES, SINKS, check_apart, check_computed, check_distinct, check_dtype, check_rows,
+};
 use crate::error::{Error, Result};
 use crate::threads;
 use crate::view::{DType, View};
@@ -40,6 +42,8 @@ pub struct Operands {
     pub out: View<3>,
     /// Natural logarithm of the sum of exponentials, float32 `(num_tokens, num_q_heads)`.
     pub lse: Option<View<2>>,
+    /// A further score of each query head, `(num_q_heads,)`, that takes a share of the weights and has no value.
+    pub sinks: Option<View<1>>,
 }
 
 /// How scores become weights.
@@ -57,6 +61,7 @@ pub struct AttentionOptions {
 ///
 /// Query `i` of a sequence with `n` queries and length `L` sits at position `L - n + i` and sees the keys up to itself.
 /// A query that sees no key gives 0 and an `lse` of minus infinity; so does a token that belongs to no sequence.
+/// A sink is neither scaled nor capped, and counts in the `lse` of a query that sees a key.
 /// Slots that no query sees are never read into the result, whatever they hold.
 ///
 /// # Errors
@@ -89,7 +94,7 @@ pub fn paged_attention(
 }
 
 fn check_operands(operands: &Operands, options: &AttentionOptions) -> Result<Cut> {
-    let Operands { q, k_cache, v_cache, out, lse } = operands;
+    let Operands { q, k_cache, v_cache, out, lse, sinks } = operands;
     let mut dims = Dims::default();
     dims.bind("q", q, QUERIES)?;
     dims.bind("k_cache", k_cache, CACHE)?;
@@ -109,6 +114,11 @@ fn check_operands(operands: &Operands, options: &AttentionOptions) -> Result<Cut
     if let Some(lse) = lse {
         check_lse(&mut dims, operands, lse)?;
     }
+    if let Some(sinks) = sinks {
+        dims.bind("sinks", sinks, SINKS)?;
+        check_computed("sinks", sinks)?;
+        check_apart(("out", out), ("sinks", sinks))?;
+    }
     check_options(options)?;
     check_sizes(operands, options)
 }
@@ -119,6 +129,9 @@ fn check_lse(dims: &mut Dims, operands: &Operands, lse: &View<2>) -> Result<()> 
     check_distinct("lse", lse)?;
     check_apart(("lse", lse), ("q", &operands.q))?;
     check_apart(("lse", lse), ("out", &operands.out))?;
+    if let Some(sinks) = &operands.sinks {
+        check_apart(("lse", lse), ("sinks", sinks))?;
+    }
     check_apart(("lse", lse), ("k_cache", &operands.k_cache))?;
     check_apart(("lse", lse), ("v_cache", &operands.v_cache))
 }

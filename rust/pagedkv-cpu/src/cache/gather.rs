@@ -49,20 +49,45 @@ pub fn gather_kv(
         check_rows(name, out)?;
         check_distinct(name, out)?;
     }
-    let [num_blocks, _, block_size, _] = k_cache.shape();
+    let pieces = pieces(k_cache, block_table, rows, &seq_lens)?;
+    gather_one(k_cache, k_out, &pieces, threads);
+    gather_one(v_cache, v_out, &pieces, threads);
+    Ok(())
+}
+
+/// Tokens that [`gather_kv`] would collect, so that outputs are made only for lengths and blocks that are there.
+///
+/// # Errors
+///
+/// Lengths beyond the table, rows outside it, and block ids outside the cache.
+///
+/// # Complexity
+///
+/// O(1) per block.
+pub fn num_gathered_tokens(
+    cache: &View<4>,
+    block_table: &View<2>,
+    rows: Option<&[i32]>,
+    seq_lens: &[i32],
+) -> Result<usize> {
+    let seq_lens = check_seq_lens(seq_lens)?;
+    pieces(cache, block_table, rows, &seq_lens)?;
+    Ok(seq_lens.iter().sum())
+}
+
+fn pieces(cache: &View<4>, block_table: &View<2>, rows: Option<&[i32]>, seq_lens: &[usize]) -> Result<Vec<Piece>> {
+    let [num_blocks, _, block_size, _] = cache.shape();
     let table = BlockTable::new(block_table, rows, seq_lens.len(), num_blocks, block_size)?;
     let mut pieces = Vec::new();
     let mut token = 0;
-    for (sequence, len) in seq_lens.into_iter().enumerate() {
-        for (i, block) in table.blocks(sequence, 0..len)?.into_iter().enumerate() {
+    for (sequence, len) in seq_lens.iter().enumerate() {
+        for (i, block) in table.blocks(sequence, 0..*len)?.into_iter().enumerate() {
             let len = block_size.min(len - i * block_size);
             pieces.push(Piece { block, token, len });
             token += len;
         }
     }
-    gather_one(k_cache, k_out, &pieces, threads);
-    gather_one(v_cache, v_out, &pieces, threads);
-    Ok(())
+    Ok(pieces)
 }
 
 /// The used slots of one block and the first output token they become.

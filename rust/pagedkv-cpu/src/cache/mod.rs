@@ -7,5 +7,5 @@ mod table;
 
 pub use append::append_kv;
 pub use copy::copy_blocks;
-pub use gather::gather_kv;
+pub use gather::{gather_kv, num_gathered_tokens};
 pub use table::update_block_table;

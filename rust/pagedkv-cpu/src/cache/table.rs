@@ -10,12 +10,13 @@ const COLUMNS: [&str; 3] = ["group", "row", "column"];
 ///
 /// # Errors
 ///
-/// A table that is not int32 or overlaps itself, a cell outside it and a negative block; nothing is written then.
+/// A table that is not int32 or overlaps itself, a cell outside it and a block that is none of `num_blocks`; nothing is
+/// written then.
 ///
 /// # Complexity
 ///
 /// O(1) per update.
-pub fn update_block_table(block_table: &View<3>, updates: &[[i32; 4]]) -> Result<()> {
+pub fn update_block_table(block_table: &View<3>, updates: &[[i32; 4]], num_blocks: usize) -> Result<()> {
     check_dtype("block_table", block_table, DType::I32)?;
     check_distinct("block_table", block_table)?;
     let shape = block_table.shape();
@@ -32,8 +33,8 @@ pub fn update_block_table(block_table: &View<3>, updates: &[[i32; 4]]) -> Result
             }
             return Err(refuse(field, format!("a {name} below {}", shape[field])));
         }
-        if update[3] < 0 {
-            return Err(refuse(3, "a block id".to_owned()));
+        if !usize::try_from(update[3]).is_ok_and(|block| block < num_blocks) {
+            return Err(refuse(3, format!("a block below {num_blocks}")));
         }
     }
     for [group, row, column, block] in updates {

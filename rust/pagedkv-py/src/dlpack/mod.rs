@@ -6,6 +6,7 @@
 mod dtype;
 mod export;
 mod import;
+mod reinterpret;
 
 pub(crate) use import::{import, parse_dtype};
 
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, ImportedDlpack};
-use pagedkv_cpu::{DType, View, shape_text};
+use pagedkv_cpu::{DType, View, are_distinct, shape_text};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -127,6 +128,21 @@ impl Tensor {
         let bytes = offset as isize * self.dtype.size_bytes() as isize;
         part.data = Address(self.data.0.wrapping_byte_offset(bytes));
         Ok(part)
+    }
+
+    /// Whether its elements surely lie at distinct addresses, as those of an array that is written must.
+    #[getter]
+    fn is_distinct(&self) -> bool {
+        let sizes: SmallVec<[usize; 6]> = self.shape.iter().map(|n| *n as usize).collect();
+        are_distinct(&sizes, &self.strides)
+    }
+
+    /// The same memory with the dimensions from `axis` on, which lie in one span, as `sizes` elements of type `dtype`.
+    ///
+    /// Errors call the array `argument`.
+    #[pyo3(signature = (axis, sizes, dtype, *, argument="tensor"))]
+    fn reinterpret(&self, axis: usize, sizes: Vec<i64>, dtype: &str, argument: &str) -> PyResult<Self> {
+        self.reinterpreted(axis, sizes, parse_dtype(dtype)?, argument)
     }
 
     /// A capsule over the same memory: versioned if `max_version` allows it, else of the kind before `DLPack` 1.0.

@@ -1,0 +1,64 @@
+"""What `KVCache` refuses, by the argument's name."""
+
+import operator
+from typing import Any
+
+from pagedkv import _core
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.kv_cache.memory import ITEM_BYTES
+
+_UNSUPPORTED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+
+
+def integer(argument: str, found: Any) -> int:
+    """Return an integer, or say which argument is none."""
+    try:
+        if isinstance(found, bool):
+            raise TypeError
+        return operator.index(found)
+    except TypeError:
+        raise TypeError(f"{argument}: expected an integer, found {found!r}") from None
+
+
+def size(argument: str, found: Any) -> int:
+    """Return an integer of at least 1."""
+    number = integer(argument, found)
+    if number < 1:
+        raise InvalidArgumentError(f"{argument}: expected at least 1, found {number}")
+    return number
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of an element type that a cache may hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name in _UNSUPPORTED_DTYPES:
+        raise UnsupportedError(f"dtype: KVCache does not support {name} yet")
+    _check_choice("dtype", name, tuple(ITEM_BYTES))
+    return name
+
+
+def check_place(layout: str, backend: str, device: Any) -> None:
+    """Refuse an order of memory, a library or a device that is not known."""
+    _check_choice("layout", layout, ("block", "layer"))
+    _check_choice("backend", backend, ("torch", "numpy"))
+    if str(device) != "cpu":
+        raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
+
+
+def import_memory(argument: str, array: Any, shape: tuple[int, ...], dtype: str) -> _core.Tensor:
+    """Return memory that can be written, of that shape and type, in which every element has its own place."""
+    tensor = _core.from_dlpack(array, dtype, argument=argument)
+    if tensor.shape != shape:
+        raise InvalidArgumentError(f"{argument}: expected shape {shape}, found {tensor.shape}")
+    if tensor.readonly:
+        raise InvalidArgumentError(f"{argument}: expected writable memory, found a read-only array")
+    if not tensor.is_distinct:
+        raise InvalidArgumentError(
+            f"{argument}: expected memory that does not overlap itself, found strides {tensor.strides}"
+        )
+    return tensor
+
+
+def _check_choice(argument: str, found: str, choices: tuple[str, ...]) -> None:
+    if found not in choices:
+        raise InvalidArgumentError(f"{argument}: expected one of {', '.join(choices)}, found {found!r}")
