@@ -72,6 +72,30 @@ def test_paged_attention_matches_oracle_when_scores_are_capped(make_batch, soft_
     assert_matches_oracle(batch, soft_cap=soft_cap, softmax_scale=0.4)
 
 
+@pytest.mark.parametrize("sliding_window", [None, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_matches_oracle_when_heads_have_sinks(make_batch, dtype, sliding_window):
+    # Far below all scores, beside them, above them, and without any weight.
+    sinks = np.array([-80.0, 0.5, 6.0, -np.inf])
+    batch = make_batch([*ragged(16), (1100, 1), (5, 7)], dtype=dtype)
+    assert_matches_oracle(batch, sinks=sinks.astype(np.float32), sliding_window=sliding_window, soft_cap=20.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_paged_attention_takes_sinks_of_any_element_type(make_batch, dtype):
+    batch = make_batch([(33, 1), (20, 20)])
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 0.0])
+    want = paged_attention(*batch.arrays(), sinks=sinks)
+    assert torch.equal(paged_attention(*batch.arrays(), sinks=sinks.to(dtype).repeat_interleave(2)[::2]), want)
+
+
+def test_paged_attention_gives_zero_when_a_query_with_a_sink_sees_no_key(make_batch):
+    batch = make_batch([(0, 1), (1, 2)])
+    out, lse = paged_attention(*batch.arrays(), sinks=np.ones(4, np.float32), return_lse=True)
+    assert out[:2].count_nonzero() == 0
+    assert lse[:2].eq(-torch.inf).all()
+
+
 @pytest.mark.parametrize("layout", ["block", "layer"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_paged_attention_matches_oracle_when_the_pool_has_that_layout(make_batch, layout, dtype):
@@ -296,6 +320,9 @@ REFUSED = [
     ("rows", lambda a: a[:1], ValueError, r"rows: expected shape \(num_seqs=2,\), found \(1,\)"),
     ("soft_cap", lambda _: 0.0, ValueError, r"soft_cap: expected a finite number above 0, found 0"),
     ("softmax_scale", lambda _: float("nan"), ValueError, r"softmax_scale: expected a finite number, found NaN"),
+    ("sinks", lambda _: torch.zeros(3), ValueError, r"sinks: expected shape \(num_q_heads=4,\), found \(3,\)"),
+    ("sinks", lambda _: torch.zeros(4).double(), TypeError, r"sinks: expected dtype float32, .*, found float64"),
+    ("sinks", lambda _: 1.0, TypeError, r"sinks: expected an array that speaks DLPack, found float"),
     ("sliding_window", lambda _: 0, ValueError, r"sliding_window: expected at least 1"),
     ("out", lambda _: torch.empty(21, 4, 1).expand(21, 4, 64), ValueError, r"out: expected stride 1"),
     ("out", lambda _: torch.empty(1, 4, 64).expand(21, 4, 64), ValueError, r"out: expected an output whose elements"),

@@ -19,6 +19,7 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Any = None,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -49,6 +50,9 @@ def paged_attention(
         Keys that a query sees, itself included: those at positions above ``position - sliding_window``.
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    sinks : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
+        A further score of each query head, neither scaled nor capped, that takes its share of the weights and has no
+        value. It counts in `lse` where a query sees a key.
     out : array, shape (num_tokens, num_q_heads, head_dim), optional
         Where to write the result. By default an array like `q` is made, by torch or NumPy.
     return_lse : bool
@@ -79,6 +83,7 @@ def paged_attention(
     ----------
     Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023.
     Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
+    OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925: sinks as learned scores.
 
     Examples
     --------
@@ -101,6 +106,7 @@ def paged_attention(
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
         out=out,
         return_lse=return_lse,
     )

@@ -18,6 +18,7 @@ def paged_attention(
     softmax_scale: float | None,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Any,
     out: Any,
     return_lse: bool,
 ) -> Any:
@@ -38,5 +39,6 @@ def paged_attention(
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=sinks,
     )
     return (out, lse) if return_lse else out

@@ -21,8 +21,8 @@ class KVCache:
     path.
 
     Layers may be in several cache groups, which `from_config` takes from a configuration. All groups draw blocks from
-    the one pool, and a block belongs to one group at a time: each group sees the same bytes in its own shape and element
-    type.
+    the one pool, and a block belongs to one group at a time: each group sees the same bytes in its own shape and
+    element type.
 
     Parameters
     ----------

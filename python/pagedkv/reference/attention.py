@@ -24,6 +24,7 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute causal attention of a ragged batch in float64.
@@ -48,6 +49,8 @@ def paged_attention(
         A query at position ``p`` sees keys at positions above ``p - sliding_window``.
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    sinks : ndarray, shape (num_q_heads,), optional
+        A further score of each query head, neither scaled nor capped, with the value 0; not in a row without keys.
     return_lse : bool
         Whether to return the logarithm of the sum of exponentials too.
 
@@ -68,7 +71,8 @@ def paged_attention(
     (1.0, 1.098612)
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
-    out, lse = _attention(batch, softmax_scale, sliding_window, soft_cap, np.float64, lambda weights: weights)
+    options = (softmax_scale, sliding_window, soft_cap, sinks)
+    out, lse = _attention(batch, options, np.float64, lambda weights: weights)
     return (out, lse) if return_lse else out
 
 
@@ -85,6 +89,7 @@ def paged_attention_same_precision(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Compute what a straightforward kernel would: float32 sums, weights rounded to the element type of the cache.
 
@@ -97,7 +102,7 @@ def paged_attention_same_precision(
         As for `paged_attention`.
     dtype : {"float32", "float16", "bfloat16"}
         The element type of the cache.
-    softmax_scale, sliding_window, soft_cap : float or int, optional
+    softmax_scale, sliding_window, soft_cap, sinks : float, int or ndarray, optional
         As for `paged_attention`.
 
     Returns
@@ -107,9 +112,8 @@ def paged_attention_same_precision(
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
     bits = _SIGNIFICANT_BITS[dtype]
-    return _attention(
-        batch, softmax_scale, sliding_window, soft_cap, np.float32, lambda weights: _round(weights, bits)
-    )[0]
+    options = (softmax_scale, sliding_window, soft_cap, sinks)
+    return _attention(batch, options, np.float32, lambda weights: _round(weights, bits))[0]
 
 
 def attention_tolerance(reference: Array, same_precision: Array, v: Array, dtype: str) -> float:
@@ -140,13 +144,12 @@ def attention_tolerance(reference: Array, same_precision: Array, v: Array, dtype
 
 def _attention(
     batch: tuple[Any, ...],
-    softmax_scale: float | None,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: tuple[Any, ...],
     number: type[np.floating[Any]],
     round_weights: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows = batch
+    softmax_scale, sliding_window, soft_cap, sinks = options
     num_tokens, num_q_heads, head_dim = q.shape
     scale = number(1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale)
     out = np.zeros((num_tokens, num_q_heads, head_dim), number)
@@ -167,9 +170,12 @@ def _attention(
             scores = np.einsum("hd,phd->hp", q[token].astype(number), k[start:end]) * scale
             if soft_cap is not None:
                 scores = number(soft_cap) * np.tanh(scores / number(soft_cap))
+            if sinks is not None:
+                scores = np.column_stack([scores, sinks.astype(number)])
             largest = scores.max(axis=1, keepdims=True)
             weights = np.exp(scores - largest)
             total = weights.sum(axis=1, keepdims=True)
+            weights = weights[:, : end - start]
             out[token] = np.einsum("hp,phd->hd", round_weights(weights), v[start:end]) / total
             lse[token] = (largest + np.log(total))[:, 0]
     return out, lse
