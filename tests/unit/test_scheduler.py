@@ -374,12 +374,6 @@ def test_scheduler_refuses_draft_trees_by_name():
         scheduler.set_draft_tokens([], [0], [], parents=[])
 
 
-def test_cache_config_refuses_several_groups_by_name():
-    group = pagedkv.GroupSpec(1, 1, 8)
-    with pytest.raises(UnsupportedError, match="2 cache groups"):
-        pagedkv.CacheConfig(8, groups=[group, group])
-
-
 def test_scheduler_takes_requests_and_aborts_from_other_threads_while_it_steps():
     scheduler = make_scheduler(num_blocks=256)
 

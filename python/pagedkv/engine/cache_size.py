@@ -2,13 +2,12 @@
 
 import logging
 
-from pagedkv.config import GroupSpec, SchedulerConfig
+from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def choose_num_blocks(
@@ -56,8 +55,7 @@ def choose_num_blocks(
         raise InvalidArgumentError("kv_cache_memory_bytes: expected None beside num_blocks, found both")
     if block_size < 1:
         raise InvalidArgumentError(f"block_size: expected at least 1, found {block_size}")
-    elements = 2 * group.num_layers * group.num_kv_heads * group.head_dim * block_size
-    block_bytes = elements * _ELEMENT_BYTES[group.dtype]
+    block_bytes = CacheConfig(2, block_size, groups=[group]).block_bytes
     if kv_cache_memory_bytes is not None:
         num_blocks = int(kv_cache_memory_bytes // block_bytes)
         if num_blocks < 2:

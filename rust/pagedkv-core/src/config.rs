@@ -1,5 +1,6 @@
 //! Validated configuration, and the only home of defaults.
 
+use crate::cache_layout::CacheLayout;
 use crate::error::{Error, Result, invalid};
 
 /// Tokens per block where nothing else is said, as in the paper.
@@ -15,14 +16,18 @@ pub const DEFAULT_AGEING: u32 = 256;
 /// Plans that may be in flight where nothing else is said.
 pub const DEFAULT_MAX_PLANS_IN_FLIGHT: u32 = 1;
 
+/// Bytes of an element of each type that a cache may hold, by its torch name.
+const ELEMENT_BYTES: [(&str, u64); 5] =
+    [("float32", 4), ("float16", 2), ("bfloat16", 2), ("float8_e4m3fn", 1), ("float8_e5m2", 1)];
+
 /// Ids, lengths and counts stay below this, so that sums of two fit in an `i32`.
 const LIMIT: u32 = 1 << 30;
 
-/// The layers that share one block table.
+/// Layers of one shape that share a block table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupSpec {
-    /// Layers in the group.
-    pub num_layers: u32,
+    /// The model's layers in the group, ascending.
+    pub layers: Vec<u32>,
     /// Key/value heads of each layer.
     pub num_kv_heads: u32,
     /// Elements per head.
@@ -31,6 +36,29 @@ pub struct GroupSpec {
     pub dtype: String,
     /// Tokens that a query sees, itself included; `None` for all.
     pub sliding_window: Option<u32>,
+    /// Tokens per block; `None` for what [`CacheConfig::layout`] finds, from which it may not differ.
+    pub block_size: Option<u32>,
+}
+
+impl GroupSpec {
+    /// The first `num_layers` layers with full attention.
+    pub fn new(num_layers: u32, num_kv_heads: u32, head_dim: u32, dtype: impl Into<String>) -> Self {
+        let layers = (0..num_layers).collect();
+        Self { layers, num_kv_heads, head_dim, dtype: dtype.into(), sliding_window: None, block_size: None }
+    }
+
+    /// Bytes that a token's key and value take in each layer.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an element type that has no known size.
+    pub fn token_bytes(&self) -> Result<u64> {
+        let known = ELEMENT_BYTES.iter().find(|(name, _)| *name == self.dtype);
+        let Some(&(_, bytes)) = known else {
+            let names: Vec<_> = ELEMENT_BYTES.iter().map(|&(name, _)| name).collect();
+            return invalid("dtype", format!("one of {}", names.join(", ")), format!("{:?}", self.dtype));
+        };
+        Ok(2 * u64::from(self.num_kv_heads) * u64::from(self.head_dim) * bytes)
+    }
 }
 
 /// The pool and how prefixes are told apart in it.
@@ -38,7 +66,7 @@ pub struct GroupSpec {
 pub struct CacheConfig {
     /// Blocks of the pool, the null block included.
     pub num_blocks: u32,
-    /// Tokens per block.
+    /// Tokens per block; in the group with the smallest blocks, where groups differ.
     pub block_size: u32,
     /// Seed of the prefix hashes. Give each tenant boundary that matters its own.
     pub hash_seed: u64,
@@ -46,6 +74,8 @@ pub struct CacheConfig {
     pub enable_prefix_caching: bool,
     /// Cache groups; empty for bookkeeping alone.
     pub groups: Vec<GroupSpec>,
+    /// Layers that each block has room for; `None` for the smallest layer count of a group.
+    pub num_layer_slots: Option<u32>,
 }
 
 impl CacheConfig {
@@ -57,6 +87,7 @@ impl CacheConfig {
             hash_seed: 0,
             enable_prefix_caching: true,
             groups: Vec::new(),
+            num_layer_slots: None,
         }
     }
 
@@ -65,37 +96,25 @@ impl CacheConfig {
         self.num_blocks - 1
     }
 
-    /// Cache groups of a plan: one where none is described.
-    pub fn num_groups(&self) -> usize {
-        self.groups.len().max(1)
-    }
-
+    /// The groups as the pool and the plans have them: split to equal numbers of layer slots, with their block sizes.
+    ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a size out of range, [`Error::Unsupported`] for more than one group.
-    pub fn validate(&self) -> Result<()> {
+    /// [`Error::InvalidArgument`] for a size out of range, a layer that is in no group or in two, an unknown element
+    /// type, a block size other than equal bytes ask for, or more than a tenth of the layer slots without a layer;
+    /// [`Error::Unsupported`] for groups whose blocks can't have equal bytes.
+    pub fn layout(&self) -> Result<CacheLayout> {
         in_range("num_blocks", self.num_blocks, 2)?;
         in_range("block_size", self.block_size, 1)?;
         if u64::from(self.num_blocks) * u64::from(self.block_size) > i64::MAX as u64 {
             return invalid("num_blocks", "num_blocks x block_size to fit in 63 bits", self.num_blocks);
         }
-        if self.groups.len() > 1 {
-            return Err(Error::Unsupported(format!(
-                "{} cache groups: one group for all layers only",
-                self.groups.len()
-            )));
-        }
-        for group in &self.groups {
-            in_range("num_layers", group.num_layers, 1)?;
-            in_range("num_kv_heads", group.num_kv_heads, 1)?;
-            in_range("head_dim", group.head_dim, 1)?;
-            if let Some(window) = group.sliding_window {
-                in_range("sliding_window", window, 1)?;
-                return Err(Error::Unsupported(format!(
-                    "sliding_window {window} of a group: every block is kept; pass the window to the attention call"
-                )));
-            }
-        }
-        Ok(())
+        CacheLayout::new(self)
+    }
+
+    /// # Errors
+    /// Those of [`Self::layout`].
+    pub fn validate(&self) -> Result<()> {
+        self.layout().map(drop)
     }
 }
 
@@ -221,6 +240,6 @@ impl SchedulerConfig {
     }
 }
 
-fn in_range(argument: &'static str, value: u32, least: u32) -> Result<()> {
+pub(crate) fn in_range(argument: &'static str, value: u32, least: u32) -> Result<()> {
     if (least..LIMIT).contains(&value) { Ok(()) } else { invalid(argument, format!("{least} to {}", LIMIT - 1), value) }
 }

@@ -32,6 +32,7 @@
 
 mod block_list;
 pub mod block_pool;
+mod cache_layout;
 pub mod chain_hash;
 pub mod config;
 mod error;
@@ -47,6 +48,7 @@ pub mod step_plan;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;
+pub use cache_layout::{CacheLayout, TableSpec};
 pub use chain_hash::{BlockHash, ChainHasher, ExtraKey, HashAlgorithm, LoraName};
 pub use config::{CacheConfig, GroupSpec, Policy, SchedulerConfig};
 pub use error::{Error, Result};

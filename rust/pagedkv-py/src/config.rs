@@ -3,36 +3,67 @@
 use std::collections::BTreeMap;
 
 use pagedkv_core::config as core;
-use pagedkv_core::{CacheConfig as CoreCache, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
+use pagedkv_core::{CacheConfig as CoreCache, CacheLayout, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
 use pyo3::prelude::*;
 
-use crate::errors::to_py_err;
+use crate::errors::{invalid, to_py_err};
 
-/// The layers that share one block table.
+/// Layers of one shape that share a block table.
 ///
 /// Parameters
 /// ----------
-/// num_layers, num_kv_heads, head_dim : int
-///     Shape of the cache.
+/// layers : int or sequence of int
+///     The model's layers in the group, ascending; a number stands for that many layers from the first on.
+/// num_kv_heads, head_dim : int
+///     Shape of the cache of each layer.
 /// dtype : str
 ///     Element type by its torch name.
 /// sliding_window : int, optional
-///     Refused by name: every block is kept.
+///     Tokens that a query sees, itself included; all by default.
+/// block_size : int, optional
+///     Tokens per block. `CacheConfig` finds it so that blocks of all groups have equal bytes, and refuses another.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct GroupSpec(CoreGroup);
 
+#[derive(FromPyObject)]
+enum Layers {
+    Count(u32),
+    Indices(Vec<u32>),
+}
+
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (num_layers, num_kv_heads, head_dim, dtype="float32", *, sliding_window=None))]
-    fn new(num_layers: u32, num_kv_heads: u32, head_dim: u32, dtype: &str, sliding_window: Option<u32>) -> Self {
-        Self(CoreGroup { num_layers, num_kv_heads, head_dim, dtype: dtype.to_owned(), sliding_window })
+    #[pyo3(signature = (layers, num_kv_heads, head_dim, dtype="float32", *, sliding_window=None, block_size=None))]
+    fn new(
+        layers: Layers,
+        num_kv_heads: u32,
+        head_dim: u32,
+        dtype: &str,
+        sliding_window: Option<u32>,
+        block_size: Option<u32>,
+    ) -> PyResult<Self> {
+        let layers = match layers {
+            Layers::Count(count) if count >= 1 << 30 => {
+                return Err(invalid("layers", "less than 2^30 layers", &count.to_string()));
+            }
+            Layers::Count(count) => (0..count).collect(),
+            Layers::Indices(layers) => layers,
+        };
+        let dtype = dtype.to_owned();
+        Ok(Self(CoreGroup { layers, num_kv_heads, head_dim, dtype, sliding_window, block_size }))
+    }
+
+    /// The model's layers in the group, ascending.
+    #[getter]
+    fn layers(&self) -> Vec<u32> {
+        self.0.layers.clone()
     }
 
     #[getter]
-    fn num_layers(&self) -> u32 {
-        self.0.num_layers
+    fn num_layers(&self) -> usize {
+        self.0.layers.len()
     }
 
     #[getter]
@@ -55,35 +86,60 @@ impl GroupSpec {
         self.0.sliding_window
     }
 
+    #[getter]
+    fn block_size(&self) -> Option<u32> {
+        self.0.block_size
+    }
+
+    /// Bytes that a token's key and value take in each layer.
+    #[getter]
+    fn token_bytes(&self) -> PyResult<u64> {
+        self.0.token_bytes().map_err(to_py_err)
+    }
+
     fn __repr__(&self) -> String {
-        let CoreGroup { num_layers, num_kv_heads, head_dim, dtype, .. } = &self.0;
-        format!("GroupSpec(num_layers={num_layers}, num_kv_heads={num_kv_heads}, head_dim={head_dim}, dtype={dtype:?})")
+        let CoreGroup { layers, num_kv_heads, head_dim, dtype, sliding_window, block_size } = &self.0;
+        let optional =
+            |name: &str, value: &Option<u32>| value.map_or(String::new(), |value| format!(", {name}={value}"));
+        format!(
+            "GroupSpec({layers:?}, num_kv_heads={num_kv_heads}, head_dim={head_dim}, dtype={dtype:?}{}{})",
+            optional("sliding_window", sliding_window),
+            optional("block_size", block_size)
+        )
     }
 }
 
 /// The pool and how prefixes are told apart in it.
+///
+/// Blocks of all groups have the same number of layer slots and equal bytes, so that any block can serve any group: the
+/// smallest layer count is the number of slots, larger groups are split, and where a token's bytes differ, so do the
+/// tokens per block.
 ///
 /// Parameters
 /// ----------
 /// num_blocks : int
 ///     Blocks of the pool, the null block included.
 /// block_size : int
-///     Tokens per block.
+///     Tokens per block; in the group with the smallest blocks, where groups differ.
 /// hash_seed : int
 ///     Seed of the prefix hashes.
 /// enable_prefix_caching : bool
 ///     Whether prefixes are cached at all.
 /// groups : sequence of GroupSpec
-///     Cache groups; none for bookkeeping alone, one otherwise.
+///     Cache groups, every layer in one of them; none for bookkeeping alone.
+/// num_layer_slots : int, optional
+///     Layers that each block has room for, in the place of the smallest layer count. More than 10 % of them without a
+///     layer are refused.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
-pub(crate) struct CacheConfig(pub(crate) CoreCache);
+pub(crate) struct CacheConfig(pub(crate) CoreCache, CacheLayout);
 
 #[pymethods]
 impl CacheConfig {
     #[new]
     #[pyo3(signature = (
         num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true, groups=Vec::new(),
+        num_layer_slots=None,
     ))]
     fn new(
         num_blocks: u32,
@@ -91,11 +147,12 @@ impl CacheConfig {
         hash_seed: u64,
         enable_prefix_caching: bool,
         groups: Vec<GroupSpec>,
+        num_layer_slots: Option<u32>,
     ) -> PyResult<Self> {
         let groups = groups.into_iter().map(|group| group.0).collect();
-        let config = CoreCache { num_blocks, block_size, hash_seed, enable_prefix_caching, groups };
-        config.validate().map_err(to_py_err)?;
-        Ok(Self(config))
+        let config = CoreCache { num_blocks, block_size, hash_seed, enable_prefix_caching, groups, num_layer_slots };
+        let layout = config.layout().map_err(to_py_err)?;
+        Ok(Self(config, layout))
     }
 
     #[getter]
@@ -118,14 +175,52 @@ impl CacheConfig {
         self.0.enable_prefix_caching
     }
 
+    /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.
     #[getter]
     fn groups(&self) -> Vec<GroupSpec> {
-        self.0.groups.iter().cloned().map(GroupSpec).collect()
+        self.1.groups().iter().cloned().map(GroupSpec).collect()
+    }
+
+    /// G, the length of the plan's group axis; 1 for bookkeeping alone.
+    #[getter]
+    fn num_groups(&self) -> usize {
+        self.1.tables().len()
+    }
+
+    /// Layers of all groups.
+    #[getter]
+    fn num_layers(&self) -> u32 {
+        self.1.num_layers()
+    }
+
+    /// Layers that each block has room for; 0 for bookkeeping alone.
+    #[getter]
+    fn num_layer_slots(&self) -> u32 {
+        self.1.num_layer_slots()
+    }
+
+    /// Bytes of keys and values of one block, padding included; 0 for bookkeeping alone.
+    #[getter]
+    fn block_bytes(&self) -> u64 {
+        self.1.block_bytes()
+    }
+
+    /// Share of the layer slots that hold no layer, from 0 to 0.1.
+    #[getter]
+    fn padding(&self) -> f64 {
+        self.1.padding()
+    }
+
+    /// The group of a layer, and its slot in the group's blocks.
+    fn layer(&self, layer: u32) -> PyResult<(u32, u32)> {
+        self.1.layer(layer).map_err(to_py_err)
     }
 
     fn __repr__(&self) -> String {
         let CoreCache { num_blocks, block_size, hash_seed, .. } = self.0;
-        format!("CacheConfig(num_blocks={num_blocks}, block_size={block_size}, hash_seed={hash_seed})")
+        let groups: Vec<String> = self.groups().iter().map(GroupSpec::__repr__).collect();
+        let groups = if groups.is_empty() { String::new() } else { format!(", groups=[{}]", groups.join(", ")) };
+        format!("CacheConfig(num_blocks={num_blocks}, block_size={block_size}, hash_seed={hash_seed}{groups})")
     }
 }
 

@@ -69,6 +69,12 @@ impl KVCacheManager {
     /// # Errors
     /// Those of [`CacheConfig::validate`].
     pub fn new(config: &CacheConfig) -> Result<Self> {
+        let layout = config.layout()?;
+        let windowed = layout.tables().iter().any(|table| table.sliding_window.is_some());
+        if layout.tables().len() > 1 || windowed {
+            let what = "groups: one group with full attention only; its tables are still to come";
+            return Err(Error::Unsupported(what.into()));
+        }
         Ok(Self {
             pool: BlockPool::new(config)?,
             sequences: Vec::new(),

@@ -129,7 +129,7 @@ impl Scheduler {
             manager,
             limits: limits.clone(),
             watermark_blocks: (limits.watermark * f64::from(cache.usable_blocks())).ceil() as u32,
-            num_groups: cache.num_groups() as u32,
+            num_groups: cache.layout()?.tables().len() as u32,
             inbox: Inbox::new(cache, limits),
             commands: Vec::new(),
             requests: Vec::new(),
