@@ -216,3 +216,27 @@ fn more_beams_than_a_step_has_tokens_are_refused_when_they_are_added() {
     let refused = scheduler.add_request(beams("r", 3, 12));
     assert!(matches!(refused, Err(Error::InvalidArgument { argument: "n", .. })), "{refused:?}");
 }
+
+#[test]
+fn aborted_beam_was_said_to_be_dropped_by_the_commit() {
+    let (mut scheduler, handle) = three_beams(32);
+    let plan = scheduler.schedule().unwrap();
+    scheduler.abort(handle, Some(1)).unwrap();
+    let result = scheduler.commit_beams(plan.id(), &[30, 31], &[0, 2]).unwrap();
+    assert_eq!((result.sequence, result.finish_reason), (vec![0, 2], vec![0, 0]));
+}
+
+#[test]
+fn drafts_that_found_no_room_outlived_the_token_of_their_beam() {
+    let cache = CacheConfig { block_size: 4, ..CacheConfig::new(32) };
+    let limits = SchedulerConfig { max_num_batched_tokens: 2, lookahead: 2, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).unwrap();
+    scheduler.add_request(NewRequest { prompt_token_ids: vec![1, 2], ..beams("r", 2, 12) }).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    commit(&mut scheduler, &plan, &[20, 21], &[0, 0]);
+    scheduler.set_draft_tokens(&[0, 1], &[0, 1, 2], &[7, 8]).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    // One beam ends, so that there would be room for a guess.
+    commit(&mut scheduler, &plan, &[30], &[0]);
+    assert_eq!(scheduler.schedule().unwrap().i32s(Field::TokenIds), [30]);
+}

@@ -193,3 +193,52 @@ fn drafts_of_a_sequence_in_flight_are_refused() {
     let refused = scheduler.set_draft_tokens(&[0], &[0, 1], &[5]);
     assert!(matches!(refused, Err(Error::SequenceInFlight(_))), "{refused:?}");
 }
+
+/// Two or more beams of three tokens, where a plan may have so many tokens.
+fn beams(scheduler: &mut Scheduler, n: u32, max_tokens: u32) {
+    let request = NewRequest { n, needs_commit: true, ..NewRequest::new("beams", vec![2; 3], max_tokens) };
+    scheduler.add_request(request).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    let tokens: Vec<i32> = (20..).take(plan.sizes().num_samples as usize).collect();
+    scheduler.commit(plan.id(), &tokens).unwrap();
+}
+
+#[test]
+fn drafts_of_a_beam_took_the_budget_of_the_others() {
+    let cache = CacheConfig { block_size: 4, ..CacheConfig::new(32) };
+    let limits = SchedulerConfig { max_num_batched_tokens: 4, lookahead: 4, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).unwrap();
+    beams(&mut scheduler, 2, 9);
+    scheduler.set_draft_tokens(&[0, 1], &[0, 4, 8], &[1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    assert_eq!((plan.i32s(Field::Sequence), plan.i32s(Field::QueryStartLoc)), (&[1, 0][..], &[0, 1, 4][..]));
+}
+
+#[test]
+fn drafts_of_a_beam_took_the_blocks_of_the_others() {
+    let mut scheduler = scheduler(1 + 9, 1);
+    scheduler.add_request(NewRequest::new("old", vec![1; 23], 2)).unwrap();
+    beams(&mut scheduler, 3, 3);
+    // Two blocks are left, for the copies of the one that the three beams share.
+    scheduler.set_draft_tokens(&[1], &[0, 1], &[5]).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    assert_eq!(plan.i32s(Field::QueryStartLoc), [0, 1, 2, 3, 4]);
+    scheduler.check_integrity().unwrap();
+}
+
+#[test]
+fn drafts_of_an_old_request_had_a_young_one_preempted() {
+    let mut scheduler = scheduler(1 + 6, 1);
+    for (id, len) in [("old", 7), ("young", 8), ("youngest", 2)] {
+        scheduler.add_request(NewRequest::new(id, vec![len; len as usize], 6)).unwrap();
+    }
+    let plan = scheduler.schedule().unwrap();
+    scheduler.commit(plan.id(), &[20, 30, 40]).unwrap();
+    // They take the last block, which the second request needs.
+    scheduler.set_draft_tokens(&[0], &[0, 4], &[1, 2, 3, 4]).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    assert_eq!((plan.i32s(Field::QueryStartLoc), scheduler.num_preemptions()), (&[0, 1, 2, 3][..], 0));
+    let result = scheduler.commit(plan.id(), &[21, 31, 41]).unwrap();
+    assert_eq!(result.num_new_tokens, [1, 1, 1]);
+    scheduler.check_integrity().unwrap();
+}

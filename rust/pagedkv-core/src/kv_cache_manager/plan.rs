@@ -203,6 +203,20 @@ impl KVCacheManager {
         Extension { copy, first_new_column }
     }
 
+    /// Takes the last tokens that a sequence grew by in the newest plan out of it again. They are not known tokens.
+    pub(crate) fn shorten(&mut self, index: usize, num_tokens: u32) {
+        let record = self.plans.back_mut().expect("a plan is open");
+        let growth = record.growths.iter_mut().rfind(|growth| growth.sequence as usize == index);
+        let growth = growth.expect("the sequence grew in the plan");
+        growth.after -= num_tokens;
+        let named = (record.id, growth.after);
+        // The plan is not out yet: what it does not keep is named by older ones only.
+        let sequence = &mut self.sequences[index];
+        sequence.in_flight.pop();
+        self.shrink(index, named.1);
+        self.sequences[index].in_flight.push(named);
+    }
+
     /// Puts every block that is, or is about to be, full of known tokens on its node.
     pub(super) fn register_filled(&mut self, index: usize) {
         let block_size = self.block_size;

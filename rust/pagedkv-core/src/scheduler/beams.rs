@@ -22,8 +22,8 @@ struct Mark {
     entries: usize,
     cells: usize,
     copies: usize,
-    budget: u32,
     claimed: u32,
+    reserved: u32,
     num_partial_prefills: u32,
 }
 
@@ -46,7 +46,8 @@ impl Scheduler {
         self.manager.commit(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
         let mut result = StepResult::default();
-        let drawn = self.settle_entries(&record, &mut result);
+        let mut drawn = self.settle_entries(&record, &mut result);
+        drawn.retain(|drawn| self.is_alive(drawn));
         let mut children = vec![Vec::new(); record.samples.len()];
         parents.iter().enumerate().for_each(|(i, &parent)| children[parent as usize].push(i));
         let mut outcome = vec![None; tokens.len()];
@@ -138,6 +139,7 @@ impl Scheduler {
         for (index, (entry, sample)) in Self::entries_of(record).into_iter().enumerate() {
             if let Some(request) = self.entry_request(entry) {
                 request.samples[sample].num_pending -= 1;
+                request.samples[sample].drafts.clear();
                 drawn.push(Drawn { slot: entry.slot, handle: entry.handle, sample, index });
             }
         }
@@ -155,7 +157,7 @@ impl Scheduler {
     ) {
         let mut places = Vec::new();
         let mut ended = Vec::new();
-        for parent in family.iter().filter(|parent| self.is_alive(parent)) {
+        for parent in family {
             let request = self.request(parent.slot);
             let (going_on, ending): (Vec<usize>, Vec<usize>) = children[parent.index]
                 .iter()
@@ -212,6 +214,7 @@ impl Scheduler {
         let num_outputs = request.samples[parent.sample].num_outputs;
         let sample = &mut request.samples[child];
         (sample.sequence, sample.num_outputs, sample.finish) = (fork, num_outputs, None);
+        sample.drafts.clear();
         request.num_live += 1;
         if request.stage != Stage::Waiting {
             self.sit(parent.slot, child);
@@ -234,19 +237,30 @@ impl Scheduler {
             entries: pass.record.entries.len(),
             cells: pass.record.cells.len(),
             copies: pass.copies.len(),
-            budget: pass.budget,
             claimed: pass.claimed,
+            reserved: pass.reserved,
             num_partial_prefills: pass.num_partial_prefills,
         };
         let undo_to = self.manager.mark();
+        let mut num_to_come = self.request(slot).num_live;
         for sample in 0..self.request(slot).samples.len() {
-            let is_live = self.request(slot).samples[sample].finish.is_none();
-            if is_live && pass.budget > 0 && !self.grow(pass, at, sample) && is_ready {
+            if self.request(slot).samples[sample].finish.is_some() || pass.budget == 0 {
+                continue;
+            }
+            num_to_come -= 1;
+            pass.kept = if is_ready { num_to_come } else { 0 };
+            if !self.grow(pass, at, sample) && is_ready {
+                let before = self.manager.pool().num_available();
                 self.manager.undo_to(undo_to);
                 self.forget_entries(pass, mark);
+                if pass.reserved > mark.reserved {
+                    // It needs again what it had got.
+                    pass.reserved += self.manager.pool().num_available() - before;
+                }
                 break;
             }
         }
+        pass.kept = 0;
         pass.claimed = mark.claimed;
         self.claim(pass, slot);
     }
@@ -265,10 +279,10 @@ impl Scheduler {
             let request = self.entry_request(&entry).expect("a request that is being planned lives");
             request.num_in_flight -= 1;
             request.num_cached_tokens -= if request.num_preemptions == 0 { entry.num_hit_tokens } else { 0 };
+            pass.budget += entry.end - entry.start;
         }
         pass.record.cells.truncate(mark.cells);
         pass.copies.truncate(mark.copies);
-        pass.budget = mark.budget;
         pass.num_partial_prefills = mark.num_partial_prefills;
     }
 

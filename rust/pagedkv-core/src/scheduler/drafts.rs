@@ -1,6 +1,7 @@
 //! Guesses for the next tokens of running sequences, for a plan to check.
 
 use super::Scheduler;
+use super::pass::{Entry, Pass};
 use super::request::Stage;
 use crate::error::{Error, Result, invalid};
 
@@ -37,6 +38,22 @@ impl Scheduler {
             drafts.extend_from_slice(&ids[span]);
         }
         Ok(())
+    }
+
+    /// Takes guesses that need a block out of the plan again, those of one sequence: they give way to tokens that must
+    /// run. Answers whether there were any.
+    pub(super) fn revoke_drafts(&mut self, pass: &mut Pass) -> bool {
+        let block_size = self.manager.block_size;
+        let takes_blocks =
+            |entry: &Entry| entry.end.div_ceil(block_size) > (entry.end - entry.num_drafts).div_ceil(block_size);
+        let Some(entry) = pass.record.entries.iter_mut().rfind(|entry| takes_blocks(entry)) else {
+            return false;
+        };
+        self.manager.shorten(entry.sequence as usize, entry.num_drafts);
+        pass.budget += entry.num_drafts;
+        entry.end -= entry.num_drafts;
+        (entry.num_drafts, entry.num_samples) = (0, 1);
+        true
     }
 
     /// The request and the sample on a row, if it decodes and is in no plan in flight.

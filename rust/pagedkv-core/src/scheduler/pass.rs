@@ -41,6 +41,8 @@ pub(super) struct Entry {
 pub(super) struct Pass {
     pub(super) record: InFlight,
     pub(super) budget: u32,
+    /// Tokens of the budget that guesses leave to others.
+    pub(super) kept: u32,
     pub(super) copies: Vec<[i32; 2]>,
     /// Blocks that requests which wait for a fence count on.
     pub(super) reserved: u32,
@@ -82,6 +84,7 @@ impl Scheduler {
         let mut pass = Pass {
             record,
             budget: self.limits.max_num_batched_tokens,
+            kept: 0,
             copies: Vec::new(),
             reserved: 0,
             claimed: 0,
@@ -172,7 +175,7 @@ impl Scheduler {
             }
             let reserved = pass.reserved + self.reserved_for_head(pass, at);
             let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
-            let num_drafts = want.num_drafts.min(pass.budget - num_new);
+            let num_drafts = want.num_drafts.min((pass.budget - num_new).saturating_sub(pass.kept));
             if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, &hits)) {
                 break Some((num_new, num_drafts));
             }

@@ -8,7 +8,7 @@ use crate::ids::PlanId;
 use crate::step_plan::Change;
 
 impl Scheduler {
-    /// Preempts the youngest running requests behind `at` until `needed` blocks are available, or will be when plans in
+    /// Takes blocks from guesses, then preempts the youngest running requests behind `at`, until `needed` blocks are available, or will be when plans in
     /// flight end. Answers whether to try again; if not, the blocks are reserved for the request that needs them.
     pub(super) fn make_room(&mut self, at: usize, needed: u32, pass: &mut Pass) -> bool {
         if pass.reserved > 0 {
@@ -21,6 +21,10 @@ impl Scheduler {
             if needed <= pool.num_available() {
                 return true;
             }
+            if self.revoke_drafts(pass) {
+                continue;
+            }
+            let pool = self.manager.pool();
             if needed <= pool.num_available() + pool.num_fenced() || at + 1 == self.running.len() {
                 // Whoever waits behind a request that is still to be admitted must not keep it out.
                 pass.reserved += if for_head > 0 { 0 } else { needed };

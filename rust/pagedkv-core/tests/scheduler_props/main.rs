@@ -32,7 +32,7 @@ fn run_worlds(seed: u64, num_worlds: usize) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 14] = [
+const WORTH_MEETING: [&str; 18] = [
     "tokens",
     "hit tokens",
     "copies",
@@ -47,6 +47,10 @@ const WORTH_MEETING: [&str; 14] = [
     "finished requests",
     "refused calls",
     "admissions",
+    "accepted drafts",
+    "rejected drafts",
+    "branches",
+    "dropped beams",
 ];
 
 fn check_volume(seed: u64) {

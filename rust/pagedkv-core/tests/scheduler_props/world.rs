@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use pagedkv_core::{
     CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey, Scheduler, SchedulerConfig,
+    StepResult,
 };
 
 use crate::model::random::{Random, two_tokens};
-use crate::model::scheduler::{Limits, Request, SchedulerModel};
+use crate::model::scheduler::{Limits, Outcome, Request, SchedulerModel};
 
 const MOST_REQUESTS: usize = 6;
 const MAX_MODEL_LEN: usize = 14;
@@ -23,7 +24,14 @@ pub(crate) enum Command {
         tokens: u8,
     },
     RunPlan,
-    Commit,
+    Draft {
+        request: u8,
+        sample: u8,
+        tokens: u8,
+    },
+    Commit {
+        outcome: u8,
+    },
     Rollback {
         plan: u8,
     },
@@ -47,9 +55,10 @@ impl Command {
     pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
         match kind % 100 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
-            16..49 => Self::Schedule { tokens: a },
-            49..56 => Self::RunPlan,
-            56..87 => Self::Commit,
+            16..45 => Self::Schedule { tokens: a },
+            45..52 => Self::RunPlan,
+            52..58 => Self::Draft { request: a, sample: b, tokens: c },
+            58..87 => Self::Commit { outcome: a },
             87..92 => Self::Rollback { plan: a },
             92..94 => Self::Abort { request: a, sample: b },
             94 => Self::Finish { request: a, sample: b },
@@ -86,6 +95,7 @@ impl World {
             max_num_seqs: 1 + below(4),
             max_model_len: MAX_MODEL_LEN,
             max_plans_in_flight: 1 + below(3),
+            lookahead: [0, 0, 0, 0, 1, 2, 3, 4][below(8)],
         };
         let cache = CacheConfig {
             block_size: limits.block_size as u32,
@@ -98,6 +108,7 @@ impl World {
             max_model_len: MAX_MODEL_LEN as u32,
             watermark,
             max_plans_in_flight: limits.max_plans_in_flight as u32,
+            lookahead: limits.lookahead as u32,
             policy,
             ageing: Some(below(3) as u32),
             ..SchedulerConfig::default()
@@ -126,7 +137,8 @@ impl World {
             Command::Add { prompt, output, kind } => self.add(prompt, output, kind),
             Command::Schedule { tokens } => self.schedule(tokens),
             Command::RunPlan => self.model.run_next_plan(),
-            Command::Commit => self.commit(),
+            Command::Draft { request, sample, tokens } => self.draft(request, sample, tokens),
+            Command::Commit { outcome } => self.commit(outcome),
             Command::Rollback { plan } => self.rollback(plan),
             Command::Abort { request, sample } => self.abort(request, sample),
             Command::Finish { request, sample } => self.finish(request, sample),
@@ -162,7 +174,7 @@ impl World {
 
     fn add(&mut self, prompt: u8, output: u8, kind: u8) {
         if self.model.requests.len() == MOST_REQUESTS {
-            return self.commit();
+            return self.commit(prompt);
         }
         let request = self.request(prompt, output, kind);
         let needed = self.model.num_blocks_needed(&request);
@@ -189,7 +201,7 @@ impl World {
         if self.model.in_flight().len() == limit {
             let error = Error::TooManyPlans(limit as u32);
             self.refused(Scheduler::schedule, |refused| *refused == error);
-            return self.commit();
+            return self.commit(tokens);
         }
         self.model.drain_aborts();
         self.model.before_schedule(&self.scheduler);
@@ -199,14 +211,53 @@ impl World {
         self.model.schedule(&self.scheduler, plan, || [0, 0, 0, 1, 0, 0, 0, 2][random.below(8)]);
     }
 
-    fn commit(&mut self) {
-        let Some((plan, tokens)) = self.model.tokens_of_the_oldest_plan() else {
-            return self.schedule(0);
+    fn draft(&mut self, number: u8, sample: u8, tokens: u8) {
+        let Some(handle) = self.handle(number) else {
+            return self.schedule(tokens);
         };
-        let expected = self.model.commit();
-        let result = self.scheduler.commit(plan, &tokens).expect("the oldest plan");
+        // A refused call takes up the inbox all the same.
+        self.model.drain_aborts();
+        self.scheduler.for_each_waiting(|_| ());
+        let mut random = Random::new(u64::from(tokens));
+        let lookahead = self.model.limits.lookahead;
+        let ids: Vec<i32> =
+            (0..random.below(lookahead + 2)).map(|_| [0, 0, 0, 1, 0, 0, 2, 3][random.below(8)]).collect();
+        let start_loc = [0, ids.len() as i32];
+        let call = |scheduler: &mut Scheduler, row| scheduler.set_draft_tokens(&[row], &start_loc, &ids);
+        let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
+        if ids.len() > lookahead {
+            return self.refused(|scheduler| call(scheduler, 0), invalid("start_loc"));
+        }
+        match self.model.row(handle, usize::from(sample)) {
+            None => self.schedule(tokens),
+            Some((row, _)) if self.model.is_in_flight(handle) => {
+                self.refused(|scheduler| call(scheduler, row), |error| matches!(error, Error::SequenceInFlight(_)));
+            }
+            Some((row, false)) => self.refused(|scheduler| call(scheduler, row), invalid("rows")),
+            Some((row, true)) => {
+                call(&mut self.scheduler, row).expect("a row on which a sequence decodes");
+                self.model.set_drafts(row, &ids);
+            }
+        }
+    }
+
+    fn commit(&mut self, outcome: u8) {
+        let Some(plan) = self.model.oldest_plan() else {
+            return self.schedule(outcome);
+        };
+        let outcome = self.model.outcome(u64::from(outcome));
+        let expected = self.model.commit(&outcome);
+        let result = Self::end(&mut self.scheduler, plan, &outcome).expect("the oldest plan");
         assert_eq!(result, expected);
         self.ended_plans.push(plan);
+    }
+
+    fn end(scheduler: &mut Scheduler, plan: PlanId, outcome: &Outcome) -> pagedkv_core::Result<StepResult> {
+        match outcome {
+            Outcome::Tokens(tokens) => scheduler.commit(plan, tokens),
+            Outcome::Rows { rows, width } => scheduler.commit_drafts(plan, rows, *width),
+            Outcome::Beams { tokens, parents } => scheduler.commit_beams(plan, tokens, parents),
+        }
     }
 
     fn rollback(&mut self, number: u8) {
@@ -235,7 +286,7 @@ impl World {
         self.model.abort(handle, sample.map(usize::from));
         if number.is_multiple_of(2) {
             // Aborts wait in the inbox for the next of these.
-            self.commit();
+            self.commit(number);
         }
     }
 
@@ -277,10 +328,13 @@ impl World {
                 self.refused(|scheduler| scheduler.commit(plans[1], &[]), |refused| *refused == error);
             }
             3 if !plans.is_empty() => {
-                let (oldest, mut tokens) = self.model.tokens_of_the_oldest_plan().expect("a plan is in flight");
-                tokens.push(0);
+                let mut outcome = self.model.outcome(u64::from(target));
+                match &mut outcome {
+                    Outcome::Tokens(tokens) | Outcome::Beams { tokens, .. } => tokens.push(0),
+                    Outcome::Rows { rows, width } => rows.extend(vec![0; *width]),
+                }
                 let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "tokens", .. });
-                self.refused(|scheduler| scheduler.commit(oldest, &tokens), is_expected);
+                self.refused(|scheduler| Self::end(scheduler, plans[0], &outcome), is_expected);
             }
             _ if !self.ended_plans.is_empty() => {
                 let ended = self.ended_plans[usize::from(target) % self.ended_plans.len()];
@@ -305,7 +359,7 @@ impl World {
     /// Steps until every request is over: each step takes the oldest at least one token further.
     pub(crate) fn drain(&mut self) {
         while !self.model.in_flight().is_empty() {
-            self.commit();
+            self.commit(0);
             self.model.check(&self.scheduler);
         }
         self.model.drain_aborts();
@@ -318,7 +372,7 @@ impl World {
         loop {
             self.schedule(steps_left as u8);
             let is_over = self.model.requests.is_empty();
-            self.commit();
+            self.commit(steps_left as u8);
             self.model.check(&self.scheduler);
             if is_over {
                 break;

@@ -46,13 +46,9 @@ impl SchedulerModel {
         }
         let passed_over = self.requests.iter().find(|other| other.handle < last && !other.is_resident);
         assert!(passed_over.is_none(), "{last:?} is admitted before {passed_over:?}");
-        let is_alone = |request: &&Request| !request.asked.needs_commit || request.asked.n == 1;
-        let mut older = self.residents().filter(is_alone).filter(|request| request.handle < last);
-        let left_out = older.find(|&request| {
-            let runs =
-                |&sample: &usize| entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample);
-            let mut idle = request.sequences().into_iter().filter(|sample| !runs(sample));
-            idle.any(|sample| self.num_wanted(request, sample) > 0)
+        let left_out = self.residents().filter(|request| request.handle < last).find(|request| {
+            let is_in_time = !request.is_ready_gang(entries) || self.had_budget(request, entries);
+            is_in_time && !self.idle(request, entries).is_empty()
         });
         assert!(
             left_out.is_none() || self.limits.cuts_chunks,
@@ -66,7 +62,7 @@ impl SchedulerModel {
         let still_needed = |request: &Request| -> usize {
             let of_sequence = |sample| {
                 let num_scheduled = request.num_scheduled(sample);
-                let end = num_scheduled + self.num_wanted(request, sample);
+                let end = num_scheduled + self.num_wanted(request, sample, Self::is_lagging(request, entries));
                 end.div_ceil(block_size) - num_scheduled.div_ceil(block_size)
             };
             request.sequences().into_iter().map(of_sequence).sum()
@@ -99,28 +95,38 @@ impl SchedulerModel {
         }
         let budget_left = self.limits.max_num_batched_tokens - plan.sizes().num_tokens as usize;
         if budget_left > 0 && !self.limits.cuts_chunks && scheduler.manager().pool().num_available() > 0 {
+            let waits = self.residents().find(|request| !self.idle(request, entries).is_empty());
+            let Some(request) = waits else { return };
             // One token takes one block at the most, so whoever is the first that does not run wants more than that.
-            let runs = |request: &Request, sample| {
-                entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample)
+            let available = scheduler.manager().pool().num_available() as usize;
+            let could_run = if request.is_ready_gang(entries) {
+                let needed = self.blocks_of_the_gang(scheduler, request);
+                budget_left >= request.live().count() && available >= needed
+            } else {
+                self.idle(request, entries)[0] == 1
             };
-            let mut sequences = self.residents().flat_map(|request| {
-                let wanted = |sample: usize| self.num_wanted(request, sample);
-                // Samples that run together or not at all want their tokens together.
-                let is_gang = request.asked.needs_commit && request.asked.n > 1;
-                let together = if is_gang { request.sequences().into_iter().map(wanted).sum() } else { 0 };
-                request.sequences().into_iter().map(move |sample| (request, sample, wanted(sample).max(together)))
-            });
-            let waits = sequences.find(|&(request, sample, wanted)| wanted > 0 && !runs(request, sample));
-            assert!(waits.is_none_or(|(_, _, wanted)| wanted > 1), "{waits:?} could run");
+            assert!(!could_run, "{request:?} could run");
         }
+    }
+
+    /// What each sequence of a request that could run and does not wants, in tokens.
+    fn idle(&self, request: &Request, entries: &[Entry]) -> Vec<usize> {
+        let is_lagging = Self::is_lagging(request, entries);
+        let runs =
+            |&sample: &usize| entries.iter().any(|entry| entry.handle == request.handle && entry.sample == sample);
+        let idle = request.sequences().into_iter().filter(|sample| !runs(sample));
+        idle.map(move |sample| self.num_wanted(request, sample, is_lagging)).filter(|&wanted| wanted > 0).collect()
     }
 
     /// Tokens of a sequence that could run in this plan: it does not wait for a commit, and what it draws from was drawn
     /// by the plan before.
-    fn num_wanted(&self, request: &Request, sample: usize) -> usize {
+    fn num_wanted(&self, request: &Request, sample: usize, is_lagging: bool) -> usize {
         let previous = self.plans.back().map(|plan| plan.arrays.id());
         let mut in_flight = self.plans.iter().flat_map(|plan| &plan.entries);
         if request.asked.needs_commit && in_flight.any(|entry| entry.handle == request.handle) {
+            return 0;
+        }
+        if request.samples[sample].drafting.is_some() {
             return 0;
         }
         let pending = &request.samples[sample].pending;
@@ -129,7 +135,7 @@ impl SchedulerModel {
         } else {
             0
         };
-        let limit = request.limit(sample).min(request.tokens(sample).len() - unknown);
+        let limit = request.limit(sample).min(request.tokens(sample).len() - unknown - usize::from(is_lagging));
         limit.saturating_sub(request.num_scheduled(sample))
     }
 

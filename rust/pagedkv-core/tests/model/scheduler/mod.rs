@@ -1,6 +1,9 @@
 //! The naive `Scheduler`: it does not choose what to run, but knows what every choice must keep to and what follows from
 //! it, and it runs each plan on a device that knows only the plan's arrays.
 
+mod beams;
+mod commit;
+mod gangs;
 mod laws;
 mod preemption;
 mod request;
@@ -9,12 +12,13 @@ mod schedule;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use pagedkv_core::{FinishReason, FinishedRequest, Fork, Handle, NewRequest, PlanId, Policy, StepPlan, StepResult};
+use pagedkv_core::{Handle, NewRequest, PlanId, Policy, StepPlan};
 
 use super::device::{Device, Expected};
 use super::events::Events;
 use super::memory::Histories;
-pub(crate) use request::Request;
+pub(crate) use commit::Outcome;
+pub(crate) use request::{Node, Request};
 use request::Sample;
 
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +33,7 @@ pub(crate) struct Limits {
     pub(crate) max_num_batched_tokens: usize,
     pub(crate) max_model_len: usize,
     pub(crate) max_plans_in_flight: usize,
+    pub(crate) lookahead: usize,
 }
 
 /// A sequence in a plan.
@@ -43,9 +48,18 @@ struct Entry {
     num_hit_tokens: usize,
     is_admission: bool,
     completes_prompt: bool,
-    /// The samples that get a token.
+    /// The samples that get a token, or the accepted ones of `drafts` and one more.
     drawn: Vec<usize>,
+    /// Guesses that run behind the last known token.
+    drafts: Vec<Node>,
     expected: Expected,
+}
+
+impl Limits {
+    /// Columns of the block table.
+    pub(crate) fn num_columns(&self) -> usize {
+        (self.max_model_len + self.lookahead).div_ceil(self.block_size)
+    }
 }
 
 #[derive(Debug)]
@@ -77,7 +91,7 @@ pub(crate) struct SchedulerModel {
 
 impl SchedulerModel {
     pub(crate) fn new(limits: Limits) -> Self {
-        let num_columns = limits.max_model_len.div_ceil(limits.block_size);
+        let num_columns = limits.num_columns();
         Self {
             limits,
             requests: Vec::new(),
@@ -95,8 +109,8 @@ impl SchedulerModel {
         self.plans.iter().map(|plan| plan.arrays.id()).collect()
     }
 
-    pub(crate) fn tokens_of_the_oldest_plan(&self) -> Option<(PlanId, Vec<i32>)> {
-        self.plans.front().map(|plan| (plan.arrays.id(), plan.tokens.clone()))
+    pub(crate) fn oldest_plan(&self) -> Option<PlanId> {
+        self.plans.front().map(|plan| plan.arrays.id())
     }
 
     fn position(&self, handle: Handle) -> Option<usize> {
@@ -111,7 +125,7 @@ impl SchedulerModel {
     pub(crate) fn num_blocks_needed(&self, request: &NewRequest) -> usize {
         let block_size = self.limits.block_size;
         let prompt_len = request.prompt_token_ids.len();
-        let longest = prompt_len + request.max_tokens as usize - 1;
+        let longest = prompt_len + request.max_tokens as usize - 1 + self.limits.lookahead;
         let shared = prompt_len / block_size;
         shared + request.n as usize * (longest.div_ceil(block_size) - shared)
     }
@@ -175,75 +189,6 @@ impl SchedulerModel {
         }
     }
 
-    /// Ends the oldest plan; answers what the scheduler must answer.
-    pub(crate) fn commit(&mut self) -> StepResult {
-        if self.plans.front().is_some_and(|plan| !plan.has_run) {
-            self.run_next_plan();
-        }
-        self.drain_aborts();
-        let plan = self.plans.pop_front().expect("a plan is in flight");
-        let mut result = StepResult::default();
-        let mut tokens = plan.tokens.iter();
-        for entry in &plan.entries {
-            self.part(entry, &mut result);
-            for (&sample, &token) in entry.drawn.iter().zip(&mut tokens) {
-                self.take_token(plan.arrays.id(), entry.handle, sample, token, &mut result);
-            }
-        }
-        self.events.note("ignored tokens", u64::from(result.num_ignored));
-        self.events.note("forks", result.forked.len() as u64);
-        self.events.note("finished requests", result.finished.len() as u64);
-        result
-    }
-
-    fn part(&mut self, entry: &Entry, result: &mut StepResult) {
-        let Some(request) = self.find_mut(entry.handle).filter(|request| request.residence == entry.residence) else {
-            return;
-        };
-        if !entry.completes_prompt {
-            return;
-        }
-        request.has_parted = true;
-        let live: Vec<usize> = request.live().collect();
-        for &sample in &live {
-            request.samples[sample].num_scheduled = request.prompt_len();
-        }
-        let fork = |&child: &usize| Fork { handle: entry.handle, parent: live[0] as u32, child: child as u32 };
-        result.forked.extend(live[1..].iter().map(fork));
-    }
-
-    fn take_token(&mut self, plan: PlanId, handle: Handle, sample: usize, token: i32, result: &mut StepResult) {
-        let Some(request) = self.find_mut(handle).filter(|request| !request.samples[sample].is_over) else {
-            result.num_ignored += 1;
-            return;
-        };
-        let asked = request.asked.clone();
-        let found = &mut request.samples[sample];
-        let pending = found.pending.remove(0);
-        assert_eq!((pending.plan, pending.token), (plan, token));
-        found.outputs.push(token);
-        let num_outputs = found.outputs.len();
-        let stops = asked.stop_token_ids.contains(&token) && num_outputs >= asked.min_tokens as usize;
-        let reason = if stops {
-            Some(FinishReason::Stop)
-        } else {
-            (num_outputs == asked.max_tokens as usize).then_some(FinishReason::Length)
-        };
-        let finished = FinishedRequest {
-            handle,
-            request_id: asked.request_id.clone(),
-            num_cached_tokens: request.num_cached_tokens as u32,
-            num_preemptions: request.num_preemptions,
-        };
-        result.handles.push(handle.get());
-        result.sequence.push(sample as i32);
-        result.num_new_tokens.push(1);
-        result.finish_reason.push(reason.map_or(0, |reason| reason as i8));
-        if reason.is_some() && self.finish(handle, sample) {
-            result.finished.push(finished);
-        }
-    }
-
     pub(crate) fn rollback(&mut self, id: PlanId) {
         self.drain_aborts();
         while self.plans.back().is_some_and(|plan| plan.arrays.id() >= id) {
@@ -259,6 +204,7 @@ impl SchedulerModel {
                 };
                 for sample in &mut request.samples {
                     sample.pending.retain(|pending| pending.plan != plan.arrays.id());
+                    sample.drafting.take_if(|drafting| *drafting == plan.arrays.id());
                 }
                 if request.residence != entry.residence {
                     continue;

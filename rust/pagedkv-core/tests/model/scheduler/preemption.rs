@@ -46,7 +46,7 @@ impl SchedulerModel {
     fn most_blocks_wanted(&self, request: &Request) -> usize {
         let wanted = |sample| {
             let (held, limit) = (request.num_scheduled(sample), request.limit(sample));
-            let new = limit.div_ceil(self.limits.block_size) - held.div_ceil(self.limits.block_size);
+            let new = limit.div_ceil(self.limits.block_size).saturating_sub(held.div_ceil(self.limits.block_size));
             new + usize::from(limit > held)
         };
         request.sequences().into_iter().map(wanted).sum()

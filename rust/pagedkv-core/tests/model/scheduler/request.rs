@@ -12,10 +12,23 @@ pub(super) struct Pending {
     pub(super) token: i32,
 }
 
+/// A guess, and the one that it continues, by its number; -1 for the last known token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Node {
+    pub(crate) token: i32,
+    pub(crate) parent: i32,
+}
+
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     pub(super) outputs: Vec<i32>,
     pub(super) pending: Vec<Pending>,
+    /// Guesses that wait for a plan, or are given back by the rollback of one.
+    pub(super) drafts: Vec<Node>,
+    /// The plan in flight that checks guesses.
+    pub(super) drafting: Option<PlanId>,
+    /// Where it sits, as far as a plan told.
+    pub(super) row: Option<i32>,
     pub(super) is_over: bool,
     pub(super) num_scheduled: usize,
 }
@@ -38,6 +51,16 @@ pub(crate) struct Request {
 impl Request {
     pub(super) fn live(&self) -> impl Iterator<Item = usize> {
         (0..self.samples.len()).filter(|&sample| !self.samples[sample].is_over)
+    }
+
+    /// Whether its samples are planned together or not at all.
+    pub(super) fn is_gang(&self) -> bool {
+        self.asked.needs_commit && self.samples.len() > 1
+    }
+
+    /// Whether every live sample has only its last known token to compute.
+    pub(super) fn is_ready(&self) -> bool {
+        self.has_parted && self.live().all(|sample| self.num_scheduled(sample) + 1 == self.tokens(sample).len())
     }
 
     pub(crate) fn num_samples(&self) -> usize {
@@ -86,6 +109,14 @@ impl Request {
         }
     }
 
+    /// Guesses that may run now: behind the last known token, and no more than can still be accepted.
+    pub(super) fn num_drafts(&self, sample: usize) -> usize {
+        let found = &self.samples[sample];
+        let most = self.asked.max_tokens as usize - 1 - found.outputs.len();
+        let can_draft = self.has_parted && found.pending.is_empty();
+        if can_draft { found.drafts.len().min(most) } else { 0 }
+    }
+
     /// The samples whose sequences can be planned.
     pub(super) fn sequences(&self) -> Vec<usize> {
         if self.has_parted { self.live().collect() } else { self.live().take(1).collect() }
@@ -96,6 +127,10 @@ impl Request {
         self.residence += 1;
         self.has_parted = false;
         self.num_prompt_scheduled = 0;
-        self.samples.iter_mut().for_each(|sample| sample.num_scheduled = 0);
+        for sample in &mut self.samples {
+            sample.num_scheduled = 0;
+            sample.row = None;
+            sample.drafts.clear();
+        }
     }
 }

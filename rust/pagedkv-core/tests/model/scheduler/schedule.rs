@@ -17,17 +17,23 @@ impl SchedulerModel {
         let mut drawn = 0;
         for s in 0..sizes.num_sequences as usize {
             let entry = self.enter(&plan, s, &entries);
-            drawn += entry.drawn.len();
+            drawn += if entry.drafts.is_empty() { entry.drawn.len() } else { entry.drafts.len() + 1 };
             entries.push(entry);
         }
         assert_eq!(drawn, tokens.len(), "one token per sample");
         self.check_rows(&entries);
+        self.check_gangs(&entries);
         self.check_admissions(scheduler, &entries, &residents_before);
         self.check_blocked(&plan, &entries);
         self.check_progress(scheduler, &plan, &entries);
         let mut index = 0;
         for entry in &entries {
             let request = self.find_mut(entry.handle).expect("planned requests live");
+            if !entry.drafts.is_empty() {
+                request.samples[entry.sample].drafting = Some(plan.id());
+                index += entry.drafts.len() + 1;
+                continue;
+            }
             for &sample in &entry.drawn {
                 request.samples[sample].pending.push(Pending { plan: plan.id(), index, token: tokens[index] });
                 index += 1;
@@ -72,8 +78,13 @@ impl SchedulerModel {
             num_hit_tokens == 0 || is_hit && request.asked.use_prefix_cache,
             "{num_hit_tokens} tokens from the cache"
         );
-        assert!(end <= request.limit(sample), "{handle:?} {sample} runs to {end} of {}", request.limit(sample));
+        assert!(request.samples[sample].drafting.is_none(), "{handle:?} {sample} waits for a commit");
+        let limit = request.limit(sample);
+        let num_drafts = end.saturating_sub(limit);
+        assert!(num_drafts <= request.num_drafts(sample), "{handle:?} {sample} runs to {end} of {limit}");
+        let drafts = request.samples[sample].drafts[..num_drafts].to_vec();
         request.set_num_scheduled(sample, end);
+        request.samples[sample].row = Some(plan.i32s(Field::Rows)[s]);
         if request.num_preemptions == 0 {
             request.num_cached_tokens += num_hit_tokens;
         }
@@ -82,7 +93,8 @@ impl SchedulerModel {
         Self::check_inputs(plan, s, request, sample, previous);
 
         let completes_prompt = !request.has_parted && end == request.prompt_len();
-        let tokens = request.tokens(sample);
+        let mut tokens = request.tokens(sample);
+        tokens.extend(drafts.iter().map(|node| node.token));
         let drawn: Vec<usize> = if request.has_parted {
             if end == tokens.len() { vec![sample] } else { vec![] }
         } else if completes_prompt && request.samples[sample].outputs.is_empty() {
@@ -91,11 +103,13 @@ impl SchedulerModel {
             vec![]
         };
         let sample_starts = &plan.i32s(Field::SampleStartLoc)[s..s + 2];
-        assert_eq!((sample_starts[1] - sample_starts[0]) as usize, drawn.len(), "samples of {handle:?} {sample}");
-        for &row in &plan.i32s(Field::SampleRows)[sample_starts[0] as usize..sample_starts[1] as usize] {
-            assert_eq!(row, starts[s + 1] - 1, "samples are drawn from the last token");
-        }
+        let sample_rows = &plan.i32s(Field::SampleRows)[sample_starts[0] as usize..sample_starts[1] as usize];
+        let last = starts[s + 1] - 1;
+        let expected_rows: Vec<i32> =
+            if drafts.is_empty() { vec![last; drawn.len()] } else { (last - drafts.len() as i32..=last).collect() };
+        assert_eq!(sample_rows, expected_rows, "the tokens from which {handle:?} {sample} draws");
         let request = request.clone();
+        self.events.note("drafts", drafts.len() as u64);
         self.events.note("hit tokens", num_hit_tokens as u64);
         let histories = self.histories.of_tokens(&request.asked.identity, tokens.iter().copied());
         Entry {
@@ -109,6 +123,7 @@ impl SchedulerModel {
             is_admission,
             completes_prompt,
             drawn,
+            drafts,
             expected: Expected {
                 request_id: request.asked.request_id.clone(),
                 sample: sample as u32,
@@ -122,10 +137,11 @@ impl SchedulerModel {
     fn check_inputs(plan: &StepPlan, s: usize, request: &Request, sample: usize, previous: Option<PlanId>) {
         let starts = plan.i32s(Field::QueryStartLoc);
         let num_known = request.prompt_len() + request.samples[sample].outputs.len();
+        let num_sampled = num_known + request.samples[sample].pending.len();
         for t in starts[s] as usize..starts[s + 1] as usize {
             let position = plan.i32s(Field::Positions)[t] as usize;
             let from = plan.i32s(Field::InputFrom)[t];
-            if position < num_known {
+            if position < num_known || position >= num_sampled {
                 assert_eq!(from, -1, "the token at {position} is known");
             } else {
                 let pending = request.samples[sample].pending[position - num_known];
@@ -138,7 +154,7 @@ impl SchedulerModel {
     /// The host's view of the plan's tables, in both forms.
     fn tables(&self, scheduler: &Scheduler, plan: &StepPlan) -> Vec<Vec<i32>> {
         let num_sequences = plan.sizes().num_sequences as usize;
-        let columns = self.limits.max_model_len.div_ceil(self.limits.block_size);
+        let columns = self.limits.num_columns();
         let mut padded = vec![-1; num_sequences * columns];
         scheduler.write_block_table(plan.id(), columns, &mut padded).expect("the plan is in flight");
         let len = |s: usize| (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.limits.block_size);
