@@ -169,8 +169,7 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// Law 7: a node's last block goes after every evictable block of its descendants. One that a rollback took, because it
-    /// was never computed, may leave some behind: nobody finds them until the node is computed again.
+    /// Law 7: a node's last block goes after every evictable block of its descendants, also where a rollback takes it.
     fn prefixes_outlive_what_continues_them(&self) -> Check {
         let pool = &self.pool;
         let mut position = vec![usize::MAX; pool.blocks.len()];
@@ -185,7 +184,7 @@ impl KVCacheManager {
             let Some(last) = evictable.filter(|&at| at != usize::MAX).max() else {
                 continue;
             };
-            let kept = goes_last(parent).is_none_or(|parent_last| parent_last > last);
+            let kept = goes_last(parent).is_some_and(|parent_last| parent_last > last);
             require(kept, 7, || format!("the parent of node {} is evicted before it", node.0))?;
         }
         Ok(())

@@ -143,3 +143,18 @@ fn lookup_took_a_block_that_a_plan_in_flight_fills_where_a_computed_one_was() {
     let third = create(&mut manager, &[0, 0]);
     assert_eq!(manager.get_computed_blocks(third).unwrap().blocks(), computed);
 }
+
+#[test]
+fn rollback_left_computed_blocks_behind_that_nobody_could_find() {
+    let mut manager = scene::manager(1, 5);
+    scene::cache(&mut manager, &[0, 1]);
+    let other = create(&mut manager, &[0, 1, 2]);
+    let plan = manager.begin_plan();
+    grow_anew(&mut manager, other, 1).unwrap();
+    grow(&mut manager, other, 1).unwrap();
+    // Of the cached blocks the second is held, and the first one is evicted.
+    let large = create(&mut manager, &[5, 6]);
+    grow(&mut manager, large, 2).unwrap();
+    manager.rollback(plan).unwrap();
+    assert_eq!(manager.check_integrity(), Ok(()));
+}

@@ -224,6 +224,9 @@ impl KVCacheManager {
         if !sequence.uses_cache || sequence.path_len * self.block_size != sequence.num_scheduled {
             return;
         }
+        // What is computed must not be reachable through a block alone that may never be: a rollback takes that one.
+        let is_computed = |block: BlockId| self.pool.blocks[block.index()].committed;
+        let is_pending = sequence.path_len > 0 && !is_computed(sequence.table[sequence.path_len as usize - 1]);
         let (mut scratch, mut key) = (Vec::new(), Vec::new());
         let mut start = sequence.num_scheduled;
         while start + self.block_size < limit {
@@ -238,6 +241,9 @@ impl KVCacheManager {
             let Some(block) = prefixes.usable_block(&self.pool.blocks, child) else {
                 break;
             };
+            if is_pending && is_computed(block) {
+                break;
+            }
             found.blocks.push(block);
             found.node = child;
             start = end;

@@ -2,7 +2,7 @@
 //!
 //! It keeps what the crate does not: the *contents* of the memory. Every slot remembers the whole history of what was
 //! last written there, so a block that reaches the wrong sequence shows as a history that is not its own.
-#![allow(dead_code, reason = "every test crate includes the whole model and uses its part")]
+#![allow(dead_code, unused_imports, reason = "every test crate includes the whole model and uses its part")]
 
 pub(crate) mod corpus;
 pub(crate) mod device;

@@ -14,10 +14,13 @@ impl ManagerModel {
         if !sequence.uses_cache || stale || !sequence.num_scheduled.is_multiple_of(self.block_size) {
             return 0;
         }
+        // What is computed must not be reachable through a block alone that may never be.
+        let is_pending = first > 0 && !self.is_computed(sequence.table[first - 1]);
         let mut hits = 0;
         while (first + hits + 1) * self.block_size < sequence.tokens.len() {
             let history = sequence.histories[(first + hits + 1) * self.block_size - 1];
-            if !(1..self.entries.len()).any(|block| self.is_hit(block, history)) {
+            let mut found = (1..self.entries.len()).filter(|&block| self.is_hit(block, history)).peekable();
+            if found.peek().is_none() || hits == 0 && is_pending && found.any(|block| self.is_computed(block)) {
                 break;
             }
             hits += 1;
@@ -36,6 +39,10 @@ impl ManagerModel {
             let is_hit = self.is_hit(index(block), history);
             assert!(is_hit, "block {block:?} is a hit, and does not hold the sequence's tokens");
         }
+    }
+
+    fn is_computed(&self, block: usize) -> bool {
+        self.entries[block].is_some_and(|entry| entry.filling.is_none())
     }
 
     fn is_hit(&self, block: usize, history: History) -> bool {
