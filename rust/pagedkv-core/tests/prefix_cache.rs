@@ -105,8 +105,9 @@ fn lookup_goes_on_from_a_block_border_in_the_middle_of_a_prompt() {
     let mut manager = manager(2, 8);
     cache(&mut manager, &[0; 5]);
     let sequence = create(&mut manager, &[0; 7]);
-    manager.begin_plan();
+    let plan = manager.begin_plan();
     grow_anew(&mut manager, sequence, 2).unwrap();
+    manager.commit(plan).unwrap();
     assert_eq!(num_hit_tokens(&manager, sequence), 2);
 }
 

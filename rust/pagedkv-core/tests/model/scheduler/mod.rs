@@ -18,8 +18,8 @@ use super::device::{Device, Expected};
 use super::events::Events;
 use super::memory::Histories;
 pub(crate) use commit::Outcome;
-pub(crate) use request::{Node, Request};
 use request::Sample;
+pub(crate) use request::{Node, Request};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
