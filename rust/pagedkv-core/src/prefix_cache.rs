@@ -53,6 +53,9 @@ pub(crate) struct PrefixCache {
     root_keys: HashMap<u32, RootKey>,
     extras: ExtraKeys,
     scratch: Vec<i32>,
+    /// Every key hashes to the same number.
+    #[cfg(test)]
+    collides: bool,
 }
 
 impl PrefixCache {
@@ -75,6 +78,8 @@ impl PrefixCache {
             root_keys: HashMap::new(),
             extras: ExtraKeys::default(),
             scratch: Vec::new(),
+            #[cfg(test)]
+            collides: false,
         })
     }
 
@@ -349,6 +354,10 @@ impl PrefixCache {
     }
 
     fn hash_bytes(&self, key: &[u8]) -> u64 {
+        #[cfg(test)]
+        if self.collides {
+            return Node::key_of(0);
+        }
         Node::key_of(xxh3_128_with_secret(key, &self.secret[..]) as u64)
     }
 }
@@ -361,6 +370,9 @@ fn derive_secret(seed: u64) -> Box<[u8; SECRET_BYTES]> {
     }
     secret
 }
+
+#[cfg(test)]
+mod collisions;
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,12 @@
+//! Faults that other caches and schedulers had, one test each at least, named after the fault. `docs/faults.md` lists
+//! them with the report that each comes from.
+
+#[path = "../scene/mod.rs"]
+mod scene;
+mod steps;
+
+mod identity;
+mod ownership;
+mod scheduler;
+mod visibility;
+mod windows_speculation;
