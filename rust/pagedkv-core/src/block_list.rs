@@ -27,6 +27,12 @@ pub(crate) struct Block {
     pub(crate) state: BlockState,
     /// The tokens of `node` are in the block, not merely on their way.
     pub(crate) committed: bool,
+    /// A request took it from the cache since it was filled.
+    pub(crate) was_hit: bool,
+    /// Among the evictable blocks: higher levels go later.
+    pub(crate) level: u8,
+    /// What requests asked for its contents, from 0 to 100.
+    pub(crate) priority: Option<u8>,
     prev: BlockId,
     next: BlockId,
     /// Where a free block lies in the stack.
@@ -48,6 +54,9 @@ impl Block {
             ref_count: 0,
             state,
             committed: false,
+            was_hit: false,
+            level: 0,
+            priority: None,
             prev: NULL_BLOCK,
             next: NULL_BLOCK,
             position: 0,
@@ -70,6 +79,24 @@ pub(crate) struct BlockList {
 impl BlockList {
     pub(crate) const fn len(&self) -> u32 {
         self.len
+    }
+
+    /// The block at the front; the null block if the list is empty.
+    pub(crate) const fn first(&self) -> BlockId {
+        self.head
+    }
+
+    pub(crate) fn push_front(&mut self, blocks: &mut [Block], id: BlockId) {
+        let old = self.head;
+        blocks[id.index()].prev = NULL_BLOCK;
+        blocks[id.index()].next = old;
+        if old == NULL_BLOCK {
+            self.tail = id;
+        } else {
+            blocks[old.index()].prev = id;
+        }
+        self.head = id;
+        self.len += 1;
     }
 
     pub(crate) fn push_back(&mut self, blocks: &mut [Block], id: BlockId) {

@@ -9,7 +9,7 @@
 //!  Released while a plan in flight names it: FENCED until that plan ended, then FREE or CACHED.
 //! ```
 //!
-//! Free blocks are handed out most recently freed first; when there are none, the least recently released cached block
+//! Free blocks are handed out most recently freed first; when there are none, the cached block that `eviction` names
 //! is. A sequence releases its blocks last one first, so a prefix outlives what continues it.
 //!
 //! Cost: allocate, release, touch and evict are O(1) and allocate nothing; a block's record is one cache line.
@@ -17,10 +17,11 @@
 use std::collections::VecDeque;
 
 use crate::block_list::{Block, BlockList, BlockState, FreeBlocks};
-use crate::config::CacheConfig;
+use crate::config::{CacheConfig, Retention};
 use crate::error::{Error, Result, reserve};
+use crate::eviction::Evictable;
 use crate::identity::RootKey;
-use crate::ids::{BlockId, NO_NODE, NodeId, PlanId};
+use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId, PlanId};
 use crate::prefix_cache::PrefixCache;
 
 /// A pool of blocks with reference counts and a prefix cache. See the module's page.
@@ -28,7 +29,7 @@ use crate::prefix_cache::PrefixCache;
 pub struct BlockPool {
     pub(crate) blocks: Vec<Block>,
     pub(crate) free: FreeBlocks,
-    pub(crate) cached: BlockList,
+    pub(crate) cached: Evictable,
     /// Plans in flight, oldest first, each with the blocks that wait for its end in the order of their release.
     pub(crate) fenced: VecDeque<(PlanId, BlockList)>,
     pub(crate) prefixes: PrefixCache,
@@ -52,7 +53,7 @@ impl BlockPool {
         let mut blocks = reserve("the blocks of the pool", config.num_blocks as usize)?;
         blocks.resize(config.num_blocks as usize, Block::new(BlockState::Free));
         blocks[0].state = BlockState::Null;
-        let mut free = FreeBlocks::with_capacity(config.usable_blocks() as usize)?;
+        let mut free = FreeBlocks::with_capacity(config.num_blocks as usize - 1)?;
         for id in (1..config.num_blocks).rev() {
             free.push(&mut blocks, BlockId::new(id));
         }
@@ -60,7 +61,7 @@ impl BlockPool {
         Ok(Self {
             blocks,
             free,
-            cached: BlockList::default(),
+            cached: Evictable::new(config.eviction_policy, config.num_blocks)?,
             fenced: VecDeque::new(),
             prefixes,
             num_held: 0,
@@ -242,7 +243,8 @@ impl BlockPool {
     pub(crate) fn allocate_one(&mut self) -> BlockId {
         self.stamp += 1;
         let block = self.free.pop().unwrap_or_else(|| {
-            let block = self.cached.pop_front(&mut self.blocks).expect("the caller counted the available blocks");
+            let block = self.next_to_reuse();
+            self.cached.remove(&mut self.blocks, block);
             self.forget(block);
             self.num_evictions += 1;
             block
@@ -252,6 +254,49 @@ impl BlockPool {
         record.ref_count = 1;
         self.num_held += 1;
         block
+    }
+
+    /// The cached block that goes next, which no evictable one continues.
+    fn next_to_reuse(&mut self) -> BlockId {
+        // Where all are continued, by what cannot be evicted now, the oldest goes.
+        let mut oldest = None;
+        loop {
+            let block = self.cached.first().expect("the caller counted the available blocks");
+            if self.cached.is_in_order() || oldest == Some(block) || !self.is_needed_by_descendants(block) {
+                return block;
+            }
+            if !self.cached.spare(&mut self.blocks, block) {
+                oldest = oldest.or(Some(block));
+            }
+        }
+    }
+
+    /// Whether the block is its node's last and cached prefixes continue it.
+    fn is_needed_by_descendants(&self, block: BlockId) -> bool {
+        let record = &self.blocks[block.index()];
+        let is_alone = record.twin_prev == NULL_BLOCK && record.twin_next == NULL_BLOCK;
+        is_alone && self.prefixes.node(record.node).num_children > 0
+    }
+
+    /// Takes one more hold on each block that a lookup found, and keeps them as the sequence that takes them asks.
+    pub(crate) fn hold_hits(&mut self, blocks: &[BlockId], retention: Option<Retention>) {
+        for &block in blocks {
+            self.hold(block);
+            self.blocks[block.index()].was_hit = true;
+            if let Some(retention) = retention {
+                self.retain(block, retention);
+            }
+        }
+    }
+
+    /// Keeps a block's contents as a request asks.
+    pub(crate) fn retain(&mut self, block: BlockId, retention: Retention) {
+        self.cached.retain(&mut self.blocks, block, retention);
+    }
+
+    /// Lets time pass for priorities that expire.
+    pub(crate) fn advance(&mut self, now: f64) {
+        self.cached.advance(&mut self.blocks, now);
     }
 
     /// Takes one more hold on a block that holds something.
@@ -287,6 +332,10 @@ impl BlockPool {
     pub(crate) fn attach(&mut self, block: BlockId, node: NodeId) {
         self.stamp += 1;
         self.prefixes.attach(&mut self.blocks, block, node);
+        let twin = self.blocks[block.index()].twin_next;
+        if let Some(retention) = self.cached.retention(&self.blocks, twin) {
+            self.retain(block, retention);
+        }
     }
 
     /// Makes the block public: the tokens of its node were computed. A block that left its node meanwhile stays private.
@@ -308,9 +357,27 @@ impl BlockPool {
 
     /// Takes the block off its node, if it has one.
     pub(crate) fn forget(&mut self, block: BlockId) {
-        if self.blocks[block.index()].node != NO_NODE {
-            self.stamp += 1;
-            self.prefixes.detach(&mut self.blocks, block);
+        let node = self.blocks[block.index()].node;
+        if node == NO_NODE {
+            return;
+        }
+        self.stamp += 1;
+        self.cached.reset(&mut self.blocks, block);
+        let parent = self.prefixes.node(node).parent;
+        self.prefixes.detach(&mut self.blocks, block);
+        if !self.cached.is_in_order() {
+            self.let_stand_alone(parent);
+        }
+    }
+
+    /// What continued a node is gone, or some of it.
+    fn let_stand_alone(&mut self, node: NodeId) {
+        if node == NO_NODE || self.prefixes.node(node).num_children > 0 {
+            return;
+        }
+        let blocks: Vec<_> = self.prefixes.blocks_of(&self.blocks, node).collect();
+        for block in blocks.into_iter().filter(|&block| self.is_evictable(block)).collect::<Vec<_>>() {
+            self.cached.stand_alone(&mut self.blocks, block);
         }
     }
 
@@ -322,7 +389,22 @@ impl BlockPool {
     pub(crate) fn reset_prefixes(&mut self) {
         self.stamp += 1;
         self.prefixes.reset();
-        while let Some(block) = self.cached.pop_front(&mut self.blocks) {
+        while let Some(block) = self.cached.first() {
+            self.cached.remove(&mut self.blocks, block);
+            self.forget(block);
+            self.free.push(&mut self.blocks, block);
+        }
+    }
+
+    /// Forgets the prefixes of an adapter: their evictable blocks become free now, held and fenced ones when they are
+    /// released.
+    pub(crate) fn invalidate_lora(&mut self, lora_id: i64) {
+        self.stamp += 1;
+        self.prefixes.invalidate_lora(lora_id);
+        let is_stale = |&block: &BlockId| !self.prefixes.is_current(self.blocks[block.index()].node);
+        let stale: Vec<_> = self.cached.iter(&self.blocks).filter(is_stale).collect();
+        for block in stale {
+            self.cached.remove(&mut self.blocks, block);
             self.forget(block);
             self.free.push(&mut self.blocks, block);
         }
@@ -374,8 +456,8 @@ impl BlockPool {
         let node = self.blocks[block.index()].node;
         if node != NO_NODE && self.blocks[block.index()].committed && self.prefixes.is_current(node) {
             self.blocks[block.index()].state = BlockState::Cached;
-            self.cached.push_back(&mut self.blocks, block);
-            self.keep_behind(self.prefixes.node(node).parent);
+            self.cached.push(&mut self.blocks, block);
+            self.keep_behind(self.prefixes.node(node).parent, block);
         } else {
             self.forget(block);
             self.free.push(&mut self.blocks, block);
@@ -384,7 +466,7 @@ impl BlockPool {
 
     /// Puts the last evictable block of `node`, and of what it continues, behind all others: it outlives what continues
     /// it. A block that is held or fenced will get there by itself.
-    fn keep_behind(&mut self, mut node: NodeId) {
+    fn keep_behind(&mut self, mut node: NodeId, mut continued_by: BlockId) {
         loop {
             let mut found = None;
             for block in self.prefixes.blocks_of(&self.blocks, node) {
@@ -394,8 +476,8 @@ impl BlockPool {
                 found = Some(block);
             }
             let Some(block) = found else { return };
-            self.cached.remove(&mut self.blocks, block);
-            self.cached.push_back(&mut self.blocks, block);
+            self.cached.keep_behind(&mut self.blocks, block, continued_by);
+            continued_by = block;
             node = self.prefixes.node(node).parent;
         }
     }

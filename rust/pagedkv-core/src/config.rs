@@ -61,6 +61,71 @@ impl GroupSpec {
     }
 }
 
+/// Which cached block is reused when no block is free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EvictionPolicy {
+    /// The one that was released first; prefixes outlive what continues them.
+    #[default]
+    Lru,
+    /// As `Lru`, but those that were never hit go first: a prefix that is used once does not push out a proven one.
+    SegmentedLru,
+    /// The lowest priority first, and within one as `Lru`; see [`Retention`].
+    Priority,
+}
+
+impl EvictionPolicy {
+    /// The name by which it is chosen.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::SegmentedLru => "slru",
+            Self::Priority => "priority",
+        }
+    }
+}
+
+impl std::str::FromStr for EvictionPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let all = [Self::Lru, Self::SegmentedLru, Self::Priority];
+        let found = all.into_iter().find(|policy| policy.name() == name);
+        found.map_or_else(
+            || invalid("eviction_policy", format!("one of {:?}", all.map(Self::name)), format!("{name:?}")),
+            Ok,
+        )
+    }
+}
+
+/// How long a request's blocks are to stay in the cache after it, under [`EvictionPolicy::Priority`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Retention {
+    /// From 0, which goes first, to 100.
+    pub priority: u8,
+    /// Seconds after the release of a block for which the priority holds; infinite for good.
+    pub seconds: f64,
+}
+
+impl Retention {
+    /// The highest priority.
+    pub const MAX_PRIORITY: u8 = 100;
+    /// The priority of blocks for which nothing was asked; TensorRT-LLM's.
+    pub const DEFAULT_PRIORITY: u8 = 35;
+
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a priority above 100, or a time that is negative or not a number.
+    pub fn validate(&self) -> Result<()> {
+        if self.priority > Self::MAX_PRIORITY {
+            return invalid("cache_priority", format!("0 to {}", Self::MAX_PRIORITY), self.priority);
+        }
+        if self.seconds.is_nan() || self.seconds < 0.0 {
+            return invalid("cache_ttl", "seconds of at least 0", self.seconds);
+        }
+        Ok(())
+    }
+}
+
 /// The pool and how prefixes are told apart in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheConfig {
@@ -72,6 +137,10 @@ pub struct CacheConfig {
     pub hash_seed: u64,
     /// Whether prefixes are cached at all.
     pub enable_prefix_caching: bool,
+    /// Which cached block is reused when no block is free.
+    pub eviction_policy: EvictionPolicy,
+    /// Blocks that pins may keep; they are kept from requests.
+    pub pin_quota_blocks: u32,
     /// Cache groups; empty for bookkeeping alone.
     pub groups: Vec<GroupSpec>,
     /// Layers that each block has room for; `None` for the smallest layer count of a group.
@@ -86,14 +155,16 @@ impl CacheConfig {
             block_size: DEFAULT_BLOCK_SIZE,
             hash_seed: 0,
             enable_prefix_caching: true,
+            eviction_policy: EvictionPolicy::default(),
+            pin_quota_blocks: 0,
             groups: Vec::new(),
             num_layer_slots: None,
         }
     }
 
-    /// Blocks that can be handed out.
+    /// Blocks that requests can be sure of.
     pub const fn usable_blocks(&self) -> u32 {
-        self.num_blocks - 1
+        self.num_blocks - 1 - self.pin_quota_blocks
     }
 
     /// The groups as the pool and the plans have them: split to equal numbers of layer slots, with their block sizes.
@@ -105,6 +176,10 @@ impl CacheConfig {
     pub fn layout(&self) -> Result<CacheLayout> {
         in_range("num_blocks", self.num_blocks, 2)?;
         in_range("block_size", self.block_size, 1)?;
+        if self.pin_quota_blocks > self.num_blocks - 2 {
+            let expected = format!("at most {}, which leaves requests a block", self.num_blocks - 2);
+            return invalid("pin_quota_blocks", expected, self.pin_quota_blocks);
+        }
         if u64::from(self.num_blocks) * u64::from(self.block_size) > i64::MAX as u64 {
             return invalid("num_blocks", "num_blocks x block_size to fit in 63 bits", self.num_blocks);
         }

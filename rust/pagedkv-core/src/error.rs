@@ -44,6 +44,9 @@ pub enum Error {
     /// A block that has no holder (left) was freed or touched.
     #[error("block {} is not held", .0.get())]
     NotHeld(BlockId),
+    /// A pin that was never given out, or was taken away.
+    #[error("pin {0} keeps no prefix")]
+    UnknownPin(u64),
     /// The sequence is part of a plan in flight.
     #[error("sequence {0} is in a plan in flight: end the plan first")]
     SequenceInFlight(u64),

@@ -6,8 +6,9 @@
 //! a hash alone never decides. Extra keys of a whole sequence (adapter, salt) choose the root.
 //!
 //! A node lives while it has a block, a child, or (for roots) a sequence that starts from it. Its index entry goes only
-//! with it. `reset` starts a new generation by forgetting the roots: what was computed before can no longer be reached
-//! from a root, and its blocks are not cached again when they are released.
+//! with it. `reset` starts a new generation by forgetting the roots, and each adapter has a generation of its own, which
+//! ends when it is loaded anew: what was computed before can no longer be reached from a root, and its blocks are not
+//! cached again when they are released.
 //!
 //! Cost: a lookup follows the child that last continued the node and compares `block_size` tokens; only where that fails
 //! is a keyed 128-bit xxh3 hash of (node, extra key, tokens) computed and one hash-table probe made. A node enters the
@@ -15,7 +16,7 @@
 //! never hashed. The index takes 5 bytes a slot, at a load of 7/16 to 7/8: 5.7 to 11.4 bytes per block in it. A node is
 //! half a cache line and knows whether its first block can be taken, so a hit on 16 tokens reads two lines.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use hashbrown::HashTable;
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_secret};
@@ -41,7 +42,14 @@ const TOKENS_PER_LINE: usize = 16;
 pub(crate) struct PrefixCache {
     block_size: usize,
     secret: Box<[u8; SECRET_BYTES]>,
+    /// Counts resets and adapters that came or were loaded anew.
+    newest_generation: u32,
+    /// That of roots without an adapter.
     generation: u32,
+    /// That of each adapter's roots since the last reset.
+    lora_generations: HashMap<i64, u32>,
+    /// Those of adapters that were loaded anew since the last reset.
+    stale_generations: HashSet<u32>,
     nodes: Vec<Node>,
     /// `block_size` tokens per node.
     tokens: Vec<TokenLine>,
@@ -68,7 +76,10 @@ impl PrefixCache {
         Ok(Self {
             block_size,
             secret: derive_secret(hash_seed),
+            newest_generation: 0,
             generation: 0,
+            lora_generations: HashMap::new(),
+            stale_generations: HashSet::new(),
             nodes,
             tokens,
             births: None,
@@ -92,7 +103,9 @@ impl PrefixCache {
     }
 
     pub(crate) fn is_current(&self, node: NodeId) -> bool {
-        self.nodes[node.index()].generation == self.generation
+        let generation = self.nodes[node.index()].generation;
+        generation >= self.generation
+            && (self.stale_generations.is_empty() || !self.stale_generations.contains(&generation))
     }
 
     /// Lets [`Self::birth`] tell a node from those that had its id before.
@@ -120,7 +133,8 @@ impl PrefixCache {
         let root = if let Some(&root) = self.roots.get(key) {
             root
         } else {
-            let root = self.new_node(NO_NODE, 0);
+            let generation = self.generation_of(key);
+            let root = self.new_node(NO_NODE, 0, generation);
             self.roots.insert(key.clone(), root);
             self.root_keys.insert(root.0, key.clone());
             root
@@ -237,9 +251,28 @@ impl PrefixCache {
 
     /// Forgets the roots. Blocks of the old generation are the caller's to free.
     pub(crate) fn reset(&mut self) {
-        self.generation += 1;
+        self.newest_generation += 1;
+        self.generation = self.newest_generation;
+        self.lora_generations.clear();
+        self.stale_generations.clear();
         self.roots.clear();
         self.root_keys.clear();
+    }
+
+    /// Forgets the roots of an adapter. Their blocks are the caller's to free.
+    pub(crate) fn invalidate_lora(&mut self, lora_id: i64) {
+        let Some(generation) = self.lora_generations.remove(&lora_id) else { return };
+        self.stale_generations.insert(generation);
+        self.roots.retain(|key, _| key.lora_id != Some(lora_id));
+        self.root_keys.retain(|_, key| key.lora_id != Some(lora_id));
+    }
+
+    fn generation_of(&mut self, key: &RootKey) -> u32 {
+        let Some(lora_id) = key.lora_id else { return self.generation };
+        *self.lora_generations.entry(lora_id).or_insert_with(|| {
+            self.newest_generation += 1;
+            self.newest_generation
+        })
     }
 
     /// Every node in use with its parent, for the integrity check.
@@ -268,7 +301,7 @@ impl PrefixCache {
 
     fn insert(&mut self, parent: NodeId, tokens: &[i32], extra: &[u8]) -> NodeId {
         let extra = self.extras.intern(extra);
-        let node = self.new_node(parent, extra);
+        let node = self.new_node(parent, extra, self.node(parent).generation);
         let (start, end) = (node.index() * self.block_size, (node.index() + 1) * self.block_size);
         let num_lines = end.div_ceil(TOKENS_PER_LINE).max(self.tokens.len());
         self.tokens.resize(num_lines, TokenLine([0; TOKENS_PER_LINE]));
@@ -291,8 +324,7 @@ impl PrefixCache {
         self.index.insert_unique(hash, node, |other| nodes[other.index()].key());
     }
 
-    fn new_node(&mut self, parent: NodeId, extra: u32) -> NodeId {
-        let generation = if parent == NO_NODE { self.generation } else { self.nodes[parent.index()].generation };
+    fn new_node(&mut self, parent: NodeId, extra: u32, generation: u32) -> NodeId {
         let node = Node::new(parent, extra, generation);
         let id = self.free_nodes.pop().unwrap_or(NodeId(self.nodes.len() as u32));
         if id.index() == self.nodes.len() {

@@ -6,6 +6,7 @@
 //! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
 
 mod matching;
+mod pins;
 mod plan;
 mod sequence;
 
@@ -14,11 +15,13 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::block_pool::BlockPool;
-use crate::config::CacheConfig;
+use crate::config::{CacheConfig, EvictionPolicy, Retention};
 use crate::error::{Error, Result, invalid};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NodeId, SequenceId};
 pub(crate) use matching::Match;
+pub use pins::PinId;
+pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 pub(crate) use sequence::{Sequence, Tail};
@@ -60,6 +63,7 @@ pub struct KVCacheManager {
     caching: bool,
     pub(crate) plans: std::collections::VecDeque<PlanRecord>,
     spare_records: Vec<PlanRecord>,
+    pub(crate) pins: Pins,
     scratch: Vec<i32>,
 }
 
@@ -83,6 +87,7 @@ impl KVCacheManager {
             caching: config.enable_prefix_caching,
             plans: std::collections::VecDeque::new(),
             spare_records: Vec::new(),
+            pins: Pins::new(config.pin_quota_blocks),
             scratch: Vec::new(),
         })
     }
@@ -98,6 +103,30 @@ impl KVCacheManager {
         }
         let root = self.pool.hold_root(&identity.root);
         Ok(self.insert(Tokens::new(tokens), identity, uses_cache && self.caching, root))
+    }
+
+    /// Asks that the blocks which a sequence fills or hits from now on are kept in the cache in a certain way.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`]; [`Error::InvalidArgument`] as [`Retention::validate`]; [`Error::Unsupported`] where the
+    /// eviction policy knows no priorities.
+    pub fn retain(&mut self, sequence: SequenceId, retention: Retention) -> Result<()> {
+        let index = self.find(sequence)?;
+        retention.validate()?;
+        if self.pool.cached.policy() != EvictionPolicy::Priority {
+            return Err(Error::Unsupported("cache_priority: the eviction policy is not \"priority\"".into()));
+        }
+        self.sequences[index].retention = Some(retention);
+        Ok(())
+    }
+
+    /// Lets time pass, in the caller's seconds: priorities of cached blocks that were to hold until then fall. Time that
+    /// goes back is ignored.
+    ///
+    /// # Complexity
+    /// O(log blocks) per priority that falls.
+    pub fn advance(&mut self, now: f64) {
+        self.pool.advance(now);
     }
 
     /// Adds known tokens to the end of a sequence; they are not computed yet.
@@ -155,8 +184,20 @@ impl KVCacheManager {
     }
 
     /// Forgets every cached prefix. What running sequences computed before stays theirs and is never hit again.
+    /// Pins go with it.
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_prefixes();
+        self.drop_stale_pins();
+    }
+
+    /// Forgets every cached prefix of an adapter, whose weights are no longer those that computed it; its pins go with it.
+    /// What running sequences of the adapter computed stays theirs and is never hit again.
+    ///
+    /// # Complexity
+    /// O(evictable blocks).
+    pub fn invalidate_lora(&mut self, lora_id: i64) {
+        self.pool.invalidate_lora(lora_id);
+        self.drop_stale_pins();
     }
 
     /// Share of the usable blocks that are not available, from 0 to 1.
@@ -193,9 +234,9 @@ impl KVCacheManager {
         self.find(sequence).map(|index| self.sequences[index].num_computed)
     }
 
-    /// Sequences that live.
+    /// Sequences that live; pins are not among them.
     pub fn num_sequences(&self) -> usize {
-        self.sequences.len() - self.vacant.len()
+        self.sequences.len() - self.vacant.len() - self.pins.len()
     }
 
     /// The longest prefix of the sequence's tokens, from where it stands, that cached blocks hold. Nothing is changed.
@@ -273,6 +314,7 @@ impl KVCacheManager {
         let (tokens, identity) = (tokens.clone(), identity.clone());
         self.pool.prefixes.hold(root);
         let child = self.insert(tokens, identity, uses_cache, root);
+        self.sequences[child.index as usize].retention = self.sequences[index].retention;
         self.adopt(child.index as usize, index);
         // A token that was computed before it was told is the parent's alone.
         let child_index = child.index as usize;
@@ -383,6 +425,7 @@ impl KVCacheManager {
             tail: Tail::Own,
             uses_cache,
             identity,
+            retention: None,
             epoch,
             generation,
             is_live: true,

@@ -181,10 +181,8 @@ impl KVCacheManager {
         let first_new_column = sequence.table.len() as u32;
         let start = before + computed.num_tokens;
         let after = start + num_new_tokens;
-        for &block in &computed.blocks {
-            self.pool.hold(block);
-            sequence.table.push(block);
-        }
+        self.pool.hold_hits(&computed.blocks, sequence.retention);
+        sequence.table.extend_from_slice(&computed.blocks);
         if !computed.blocks.is_empty() {
             sequence.path = computed.node;
             sequence.path_len += computed.blocks.len() as u32;
@@ -237,6 +235,9 @@ impl KVCacheManager {
                 prefixes.intern(sequence.path, tokens, &key)
             });
             self.pool.attach(block, node);
+            if let Some(retention) = sequence.retention {
+                self.pool.retain(block, retention);
+            }
             sequence.path = node;
             sequence.path_len += 1;
             match sequence.in_flight.iter().find(|&&(_, after)| end <= after) {

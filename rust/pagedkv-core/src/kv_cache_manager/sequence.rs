@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use crate::config::Retention;
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NodeId, PlanId};
 use crate::prefix_cache::PrefixCache;
@@ -42,6 +43,8 @@ pub(crate) struct Sequence {
     /// Whether the sequence reads and feeds the prefix cache.
     pub(super) uses_cache: bool,
     pub(super) identity: Arc<Identity>,
+    /// How its blocks are to be kept in the cache.
+    pub(crate) retention: Option<Retention>,
     /// Rises whenever the sequence loses all its blocks, so that a plan's record of earlier ones is void.
     pub(crate) epoch: u32,
     pub(super) generation: u32,

@@ -25,13 +25,14 @@ mod rollback;
 mod seats;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
 use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
-use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager};
+use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager, PinId};
 use crate::step_plan::{BufferPool, Change};
 pub use commit::{FinishedRequest, Fork, StepResult};
 use inbox::Command;
@@ -230,9 +231,35 @@ impl Scheduler {
         &self.manager
     }
 
+    /// Lets time pass for cached blocks whose priority holds for a time. See [`KVCacheManager::advance`].
+    pub fn advance(&mut self, now: f64) {
+        self.manager.advance(now);
+    }
+
     /// Forgets every cached prefix. See [`KVCacheManager::reset_prefix_cache`].
     pub fn reset_prefix_cache(&mut self) {
         self.manager.reset_prefix_cache();
+    }
+
+    /// Forgets every cached prefix of an adapter that was loaded anew. See [`KVCacheManager::invalidate_lora`].
+    pub fn invalidate_lora(&mut self, lora_id: i64) {
+        self.manager.invalidate_lora(lora_id);
+    }
+
+    /// Keeps a prefix in the cache. See [`KVCacheManager::pin`].
+    ///
+    /// # Errors
+    /// Those of [`KVCacheManager::pin`].
+    pub fn pin(&mut self, tokens: Arc<[i32]>, identity: Identity) -> Result<Option<(PinId, u32)>> {
+        self.manager.pin(tokens, Arc::new(identity))
+    }
+
+    /// Takes a pin away. See [`KVCacheManager::unpin`].
+    ///
+    /// # Errors
+    /// Those of [`KVCacheManager::unpin`].
+    pub fn unpin(&mut self, pin: PinId) -> Result<()> {
+        self.manager.unpin(pin)
     }
 
     /// The block table of a sample, and the reference counts of its blocks; `None` while it holds none.
@@ -348,7 +375,9 @@ impl Scheduler {
         if request.samples[sample].sequence == request::NONE {
             let (prompt, identity): (_, std::sync::Arc<Identity>) = (request.prompt.clone(), request.identity.clone());
             let id = self.manager.create(prompt, identity, request.use_prefix_cache);
-            request.samples[sample].sequence = id.expect("the prompt was checked when it was added").index;
+            let index = id.expect("the prompt was checked when it was added").index;
+            self.manager.sequences[index as usize].retention = request.retention;
+            request.samples[sample].sequence = index;
         }
         request.samples[sample].sequence as usize
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::policy::{Order, RequestView};
-use crate::config::{CacheConfig, Policy, SchedulerConfig};
+use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
@@ -39,6 +39,8 @@ pub struct NewRequest {
     pub identity: Identity,
     /// Whether the request reads and feeds the prefix cache.
     pub use_prefix_cache: bool,
+    /// How its blocks are to be kept in the cache; refused unless the eviction policy has priorities.
+    pub retention: Option<Retention>,
     /// Refused unless 0: no loads from outside yet.
     pub num_external_tokens: u32,
     /// Not planned again before the commit of its last plan.
@@ -62,6 +64,7 @@ impl NewRequest {
             arrival: 0.0,
             identity: Identity::default(),
             use_prefix_cache: true,
+            retention: None,
             num_external_tokens: 0,
             needs_commit: false,
             session: false,
@@ -71,6 +74,12 @@ impl NewRequest {
     pub(super) fn validate(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
         self.refuse_unsupported(limits.policy)?;
         crate::kv_cache_manager::check_identity(&self.identity)?;
+        if let Some(retention) = self.retention {
+            retention.validate()?;
+            if cache.eviction_policy != EvictionPolicy::Priority {
+                return Err(Error::Unsupported("cache_priority: the eviction policy is not \"priority\"".into()));
+            }
+        }
         if self.prompt_token_ids.is_empty() {
             return invalid("prompt_token_ids", "at least one token", "none");
         }
@@ -183,6 +192,7 @@ pub(super) struct Request {
     pub(super) prompt: Arc<[i32]>,
     pub(super) identity: Arc<Identity>,
     pub(super) use_prefix_cache: bool,
+    pub(super) retention: Option<Retention>,
     pub(super) max_tokens: u32,
     pub(super) min_tokens: u32,
     pub(super) stop_token_ids: Box<[i32]>,
@@ -227,6 +237,7 @@ impl Request {
             prompt: request.prompt_token_ids.into(),
             identity: Arc::new(request.identity),
             use_prefix_cache: request.use_prefix_cache,
+            retention: request.retention,
             max_tokens: request.max_tokens,
             min_tokens: request.min_tokens,
             stop_token_ids: request.stop_token_ids.into(),

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use pagedkv_core::{
-    CacheConfig, ComputedBlocks, Error, Identity, ImageSpan, KVCacheManager, PlanId, RootKey, SequenceId,
+    CacheConfig, ComputedBlocks, Error, EvictionPolicy, Identity, ImageSpan, KVCacheManager, PlanId, RootKey,
+    SequenceId,
 };
 
 use super::command::Command;
@@ -39,10 +40,11 @@ pub(crate) fn identity(number: u8) -> Arc<Identity> {
 }
 
 impl World {
-    fn new(block_size: usize, num_blocks: usize, caching: bool) -> Self {
+    fn new(block_size: usize, num_blocks: usize, caching: bool, eviction_policy: EvictionPolicy) -> Self {
         let config = CacheConfig {
             block_size: block_size as u32,
             enable_prefix_caching: caching,
+            eviction_policy,
             ..CacheConfig::new(num_blocks as u32)
         };
         Self {
@@ -57,7 +59,9 @@ impl World {
     /// A world of one of the sizes, by number: mostly of 4 to 8 blocks, and with a prefix cache.
     pub(crate) fn numbered(number: usize) -> Self {
         let usable = [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8, 8, 8, 8, 8][number / 3 % 16];
-        Self::new(1 + number % 3, 1 + usable, !(number / 48).is_multiple_of(8))
+        let policies = [EvictionPolicy::Lru, EvictionPolicy::SegmentedLru, EvictionPolicy::Priority];
+        let policy = policies[number / 48 % 3];
+        Self::new(1 + number % 3, 1 + usable, !(number / 48).is_multiple_of(8), policy)
     }
 
     pub(crate) fn sequence(&self, number: u8) -> Option<SequenceId> {
