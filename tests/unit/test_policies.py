@@ -54,6 +54,18 @@ def test_policy_callable_is_refused_when_it_answers_with_too_few_keys():
         scheduler.schedule()
 
 
+def test_policy_callable_is_refused_when_it_answers_with_nan():
+    scheduler = make_scheduler(lambda *, handles, **_: [float("nan")] * len(handles))
+    scheduler.add_request("r", PROMPT, max_tokens=1)
+    with pytest.raises(InvalidArgumentError, match="keys: .* found NaN for handle 0"):
+        scheduler.schedule()
+
+
+def test_external_policy_is_refused_when_no_callable_is_given():
+    with pytest.raises(InvalidArgumentError, match="policy: expected a callable"):
+        pagedkv.Scheduler(pagedkv.CacheConfig(64, 4), pagedkv.SchedulerConfig(1, policy="external"))
+
+
 def test_policy_callable_may_fail_and_leaves_the_scheduler_as_it_was():
     answers = iter([RuntimeError("no answer"), [0.0], []])
 

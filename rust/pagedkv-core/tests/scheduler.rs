@@ -74,6 +74,19 @@ fn request_id_of_a_request_that_ended_is_free_again() {
 }
 
 #[test]
+fn request_id_of_a_request_whose_abort_was_left_is_free_at_once() {
+    let mut scheduler = scheduler(8, &SchedulerConfig::default());
+    let aborted = add(&mut scheduler, "r", 1, 2);
+    step(&mut scheduler);
+    scheduler.abort(aborted, None).unwrap();
+    let again = add(&mut scheduler, "r", 1, 2);
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!(plan.i64s(Field::Handles), [again.get()]);
+    let refused = scheduler.add_request(NewRequest::new("r", vec![1], 1));
+    assert_eq!(refused, Err(Error::DuplicateRequest("r".into())), "its end must not free what is another's now");
+}
+
+#[test]
 fn request_with_more_samples_than_seats_is_refused() {
     let mut scheduler = scheduler(8, &SchedulerConfig { max_num_seqs: 2, ..SchedulerConfig::default() });
     let refused = scheduler.add_request(NewRequest { n: 3, ..NewRequest::new("r", vec![1], 1) });

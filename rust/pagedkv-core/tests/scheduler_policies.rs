@@ -1,7 +1,7 @@
 //! In what order requests get seats, blocks and tokens.
 
 use pagedkv_core::scheduler::{OrderPolicy, RequestView};
-use pagedkv_core::{CacheConfig, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan, step_plan::Field};
+use pagedkv_core::{CacheConfig, Error, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan, step_plan::Field};
 
 fn limits(policy: Policy) -> SchedulerConfig {
     SchedulerConfig { policy, max_num_seqs: 1, max_model_len: 256, ..SchedulerConfig::default() }
@@ -151,10 +151,18 @@ fn fair_share_gives_a_tenant_its_weight() {
 fn keys_from_outside_decide_and_stale_handles_do_no_harm() {
     let mut scheduler = Scheduler::new(&cache(64), &limits(Policy::External)).unwrap();
     let [a, b, c] = ["a", "b", "c"].map(|id| scheduler.add_request(request(id, 0, 0)).unwrap());
-    let plan = scheduler.schedule_by(&[99, c.get(), a.get(), b.get()], &[0.0, 1.0, 3.0, f64::NAN]).unwrap();
+    let plan = scheduler.schedule_by(&[99, c.get(), a.get(), b.get()], &[0.0, 1.0, 3.0, f64::INFINITY]).unwrap();
     assert_eq!(plan.i64s(Field::Handles), [c.get()]);
     scheduler.commit(plan.id(), &[1]).unwrap();
     assert_eq!(order_of_admission(&mut scheduler), ["a", "b"]);
+}
+
+#[test]
+fn keys_from_outside_that_are_no_numbers_are_refused() {
+    let mut scheduler = Scheduler::new(&cache(64), &limits(Policy::External)).unwrap();
+    let handle = scheduler.add_request(request("r", 0, 0)).unwrap();
+    let refused = scheduler.schedule_by(&[handle.get()], &[f64::NAN]);
+    assert!(matches!(refused, Err(Error::InvalidArgument { argument: "keys", .. })), "{refused:?}");
 }
 
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::errors::{internal, to_py_err, unsupported};
+use crate::errors::{internal, invalid, to_py_err, unsupported};
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
 use crate::policy::ask;
@@ -85,6 +85,8 @@ impl Scheduler {
                 return Err(wrong_type("policy", "a callable that returns keys", policy));
             }
             limits.policy = Policy::External;
+        } else if limits.policy == Policy::External {
+            return Err(invalid("policy", "a callable with SchedulerConfig(policy=\"external\")", "None"));
         }
         let core = Core::new(&cache_config.0, &limits).map_err(to_py_err)?;
         let inbox = core.inbox();
@@ -182,6 +184,8 @@ impl Scheduler {
     }
 
     /// End a request, or one of its samples, whatever state it is in. One that has ended is left alone.
+    ///
+    /// The id of a request that is aborted as a whole may be used again at once.
     #[pyo3(signature = (handle, sequence=None))]
     fn abort(&self, handle: i64, sequence: Option<u32>) -> PyResult<()> {
         self.inbox.abort(Handle::new(handle), sequence).map_err(to_py_err)

@@ -14,13 +14,42 @@ pub(super) enum Command {
     Abort(Handle, Option<u32>),
 }
 
+/// What is known of a request from the call that adds it until it has ended.
+#[derive(Debug)]
+struct Known {
+    id: Arc<str>,
+    num_samples: u32,
+}
+
 #[derive(Debug, Default)]
 struct State {
-    live: HashMap<String, Handle>,
-    /// Samples of each live request.
-    num_samples: HashMap<Handle, u32>,
+    /// Ids in use: that of a request whose abort was left is free again.
+    by_id: HashMap<Arc<str>, Handle>,
+    known: HashMap<Handle, Known>,
     commands: Vec<Command>,
     next_handle: i64,
+}
+
+impl State {
+    fn register(&mut self, request_id: &str, num_samples: u32) -> Result<Handle> {
+        if self.by_id.contains_key(request_id) {
+            return Err(Error::DuplicateRequest(request_id.into()));
+        }
+        let handle = Handle::new(self.next_handle);
+        self.next_handle += 1;
+        let id: Arc<str> = request_id.into();
+        self.by_id.insert(id.clone(), handle);
+        self.known.insert(handle, Known { id, num_samples });
+        Ok(handle)
+    }
+
+    fn free_id(&mut self, handle: Handle) {
+        if let Some(Known { id, .. }) = self.known.get(&handle)
+            && self.by_id.get(id) == Some(&handle)
+        {
+            self.by_id.remove(id);
+        }
+    }
 }
 
 /// Takes requests and aborts without waiting for a step. Clones share one inbox.
@@ -43,18 +72,13 @@ impl Inbox {
     pub fn add_request(&self, request: NewRequest) -> Result<Handle> {
         request.validate(&self.cache, &self.limits)?;
         let mut state = self.lock();
-        if state.live.contains_key(&request.request_id) {
-            return Err(Error::DuplicateRequest(request.request_id));
-        }
-        let handle = Handle::new(state.next_handle);
-        state.next_handle += 1;
-        state.live.insert(request.request_id.clone(), handle);
-        state.num_samples.insert(handle, request.n);
+        let handle = state.register(&request.request_id, request.n)?;
         state.commands.push(Command::Add(handle, Box::new(request)));
         Ok(handle)
     }
 
-    /// Leaves the abort of a request, or of one of its samples. One that has ended already is left alone.
+    /// Leaves the abort of a request, or of one of its samples. One that has ended already is left alone. The id of a
+    /// request that is aborted as a whole may be used again at once.
     ///
     /// # Errors
     /// [`Error::UnknownHandle`] for a handle that was never given out, [`Error::InvalidArgument`] for a sample that a live
@@ -64,10 +88,14 @@ impl Inbox {
         if !(0..state.next_handle).contains(&handle.get()) {
             return Err(Error::UnknownHandle(handle));
         }
-        if let (Some(sample), Some(&n)) = (sample, state.num_samples.get(&handle))
+        let n = state.known.get(&handle).map(|known| known.num_samples);
+        if let (Some(sample), Some(n)) = (sample, n)
             && sample >= n
         {
             return invalid("sequence", format!("0 to {}", n - 1), sample);
+        }
+        if sample.is_none() || n == Some(1) {
+            state.free_id(handle);
         }
         state.commands.push(Command::Abort(handle, sample));
         Ok(())
@@ -80,7 +108,7 @@ impl Inbox {
 
     /// Requests that were added and have not ended.
     pub fn num_unfinished_requests(&self) -> usize {
-        self.lock().live.len()
+        self.lock().known.len()
     }
 
     /// Swaps what was left for an empty list.
@@ -88,11 +116,11 @@ impl Inbox {
         std::mem::swap(&mut self.lock().commands, into);
     }
 
-    pub(super) fn forget(&self, request_id: &str) {
+    /// The request has ended.
+    pub(super) fn forget(&self, handle: Handle) {
         let mut state = self.lock();
-        if let Some(handle) = state.live.remove(request_id) {
-            state.num_samples.remove(&handle);
-        }
+        state.free_id(handle);
+        state.known.remove(&handle);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

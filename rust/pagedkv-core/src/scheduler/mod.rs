@@ -100,6 +100,7 @@ pub struct Scheduler {
     /// Requests that are not due yet, by the number of admissions that makes them so.
     ageing: BTreeMap<(u64, Handle), u32>,
     num_admissions: u64,
+    num_arrivals: u64,
     /// Resident requests, oldest first.
     running: Vec<u32>,
     seats: Seats,
@@ -140,6 +141,7 @@ impl Scheduler {
             waiting: BTreeMap::new(),
             ageing: BTreeMap::new(),
             num_admissions: 0,
+            num_arrivals: 0,
             running: Vec::new(),
             seats: Seats::new(limits.max_num_seqs),
             plans: VecDeque::new(),

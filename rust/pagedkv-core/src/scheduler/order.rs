@@ -10,7 +10,9 @@ impl Scheduler {
     /// Gives a request that comes in its key, its place, and the time when it is due.
     pub(super) fn arrive(&mut self, request: &mut Request) {
         request.key = self.policy.arrival_key(&request.view(request.prompt_len(), 0));
-        request.order = Order::new(request.key, false, request.handle);
+        request.turn = self.num_arrivals;
+        self.num_arrivals += 1;
+        request.order = Order::new(request.key, false, request.turn);
         // Under first come, first served nobody is overtaken.
         if let Some(ageing) = self.limits.ageing.filter(|_| self.limits.policy != Policy::Fcfs) {
             request.due_at = self.num_admissions + self.waiting.len() as u64 + u64::from(ageing);
@@ -33,7 +35,7 @@ impl Scheduler {
     /// Answers how many running requests became due.
     fn make_due(&mut self) -> usize {
         let mut num_running = 0;
-        while let Some((&(due_at, handle), &slot)) = self.ageing.first_key_value() {
+        while let Some((&(due_at, _), &slot)) = self.ageing.first_key_value() {
             if due_at > self.num_admissions {
                 break;
             }
@@ -42,9 +44,10 @@ impl Scheduler {
             let is_waiting = self.waiting.remove(&order).is_some();
             let request = self.request_mut(slot);
             request.due_at = u64::MAX;
-            request.order = Order::new(0.0, true, handle);
+            request.order = Order::new(0.0, true, request.turn);
+            let order = request.order;
             if is_waiting {
-                self.waiting.insert(Order::new(0.0, true, handle), slot);
+                self.waiting.insert(order, slot);
             } else {
                 num_running += 1;
             }
@@ -62,7 +65,7 @@ impl Scheduler {
             let key = self.policy.waiting_key(&view, request.key);
             if key.to_bits() != request.key.to_bits() && !request.order.is_due() {
                 request.key = key;
-                request.order = Order::new(key, false, request.handle);
+                request.order = Order::new(key, false, request.turn);
                 has_changed = true;
             }
         }
@@ -94,7 +97,7 @@ impl Scheduler {
             }
             let request = self.request_mut(slot);
             request.key = key;
-            request.order = Order::new(key, false, handle);
+            request.order = Order::new(key, false, request.turn);
             let order = request.order;
             self.waiting.insert(order, slot);
         }
@@ -106,7 +109,7 @@ impl Scheduler {
         let request = self.request_mut(slot);
         if only_admits && !request.order.is_due() {
             request.key = f64::NEG_INFINITY;
-            request.order = Order::new(request.key, false, request.handle);
+            request.order = Order::new(request.key, false, request.turn);
         }
     }
 

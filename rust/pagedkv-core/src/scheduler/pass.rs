@@ -105,14 +105,17 @@ impl Scheduler {
     /// do not wait any more are passed over, and requests without a key come last.
     ///
     /// # Errors
-    /// [`Error::TooManyPlans`]; [`Error::InvalidArgument`] where there are not as many keys as handles, or the policy
-    /// has keys of its own.
+    /// [`Error::TooManyPlans`]; [`Error::InvalidArgument`] where there are not as many keys as handles, one of them is
+    /// NaN, or the policy has keys of its own.
     pub fn schedule_by(&mut self, handles: &[i64], keys: &[f64]) -> Result<StepPlan> {
         if self.limits.policy != Policy::External {
             return invalid("policy", "\"external\"", self.limits.policy.name());
         }
         if handles.len() != keys.len() {
             return invalid("keys", format!("{}, one per handle", handles.len()), keys.len());
+        }
+        if let Some(place) = keys.iter().position(|key| key.is_nan()) {
+            return invalid("keys", "numbers that can be ordered", format!("NaN for handle {}", handles[place]));
         }
         self.check_may_plan()?;
         self.drain_inbox();

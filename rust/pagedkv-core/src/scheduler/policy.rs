@@ -33,7 +33,7 @@ pub struct RequestView<'a> {
 
 /// Gives requests their keys.
 pub trait OrderPolicy: std::fmt::Debug + Send {
-    /// The key of a request that comes in. Lower comes first; NaN comes last.
+    /// The key of a request that comes in, or of a session's next turn. Lower comes first; NaN comes last.
     fn arrival_key(&mut self, request: &RequestView<'_>) -> f64;
 
     /// Whether [`Self::waiting_key`] is asked before each plan.
@@ -169,7 +169,8 @@ impl OrderPolicy for FairShare {
 pub(super) struct Order {
     not_due: bool,
     key: i64,
-    pub(super) handle: Handle,
+    /// Number of the arrival: that of a session's next turn is a new one.
+    arrival: u64,
 }
 
 impl Order {
@@ -177,8 +178,8 @@ impl Order {
         !self.not_due
     }
 
-    pub(super) fn new(key: f64, is_due: bool, handle: Handle) -> Self {
-        Self { not_due: !is_due, key: if is_due { 0 } else { total_order(key) }, handle }
+    pub(super) fn new(key: f64, is_due: bool, arrival: u64) -> Self {
+        Self { not_due: !is_due, key: if is_due { 0 } else { total_order(key) }, arrival }
     }
 }
 
@@ -204,8 +205,8 @@ mod tests {
 
     #[test]
     fn a_due_request_comes_before_any_key() {
-        let due = Order::new(5.0, true, Handle::new(9));
-        assert!(due < Order::new(f64::NEG_INFINITY, false, Handle::new(1)));
+        let due = Order::new(5.0, true, 9);
+        assert!(due < Order::new(f64::NEG_INFINITY, false, 1));
     }
 
     #[test]

@@ -180,7 +180,7 @@ impl Scheduler {
         if self.waiting.remove(&request.order).is_none() {
             self.running.retain(|&other| other != slot);
         }
-        self.inbox.forget(&request.id);
+        self.inbox.forget(request.handle);
         self.vacant.push(slot);
     }
 

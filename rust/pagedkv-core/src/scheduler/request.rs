@@ -210,6 +210,8 @@ pub(super) struct Request {
     /// What the policy said, and the place that follows from it.
     pub(super) key: f64,
     pub(super) order: Order,
+    /// Number of its arrival, by which equal keys are ordered.
+    pub(super) turn: u64,
     /// Admissions after which the request is due; [`u64::MAX`] once it is, or never will be.
     pub(super) due_at: u64,
     /// State of the cache at the last lookup, and what it found.
@@ -251,7 +253,8 @@ impl Request {
             tenant: request.tenant,
             arrival: request.arrival,
             key: 0.0,
-            order: Order::new(0.0, false, handle),
+            order: Order::new(0.0, false, 0),
+            turn: 0,
             due_at: u64::MAX,
             matched: (u64::MAX, Match::default()),
             num_cached_tokens: 0,

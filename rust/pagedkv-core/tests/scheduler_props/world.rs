@@ -177,6 +177,10 @@ impl World {
             return self.commit(prompt);
         }
         let request = self.request(prompt, output, kind);
+        self.submit(request);
+    }
+
+    fn submit(&mut self, request: NewRequest) {
         let needed = self.model.num_blocks_needed(&request);
         let limits = self.model.limits;
         let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
@@ -352,6 +356,10 @@ impl World {
         };
         let request = self.model.requests.iter().find(|request| request.handle == handle).expect("it is live");
         let twice = NewRequest::new(request.request_id(), vec![0], 1);
+        if self.model.is_id_free(&twice.request_id) {
+            // Its abort was left, and waits to take effect.
+            return self.submit(twice);
+        }
         let error = Error::DuplicateRequest(twice.request_id.clone());
         self.refused(|scheduler| scheduler.add_request(twice), |refused| *refused == error);
     }

@@ -149,6 +149,15 @@ impl SchedulerModel {
         self.aborts.push((handle, sample));
     }
 
+    /// Whether no request has this id but such as were aborted as a whole.
+    pub(crate) fn is_id_free(&self, request_id: &str) -> bool {
+        let mut named = self.requests.iter().filter(|request| request.asked.request_id == request_id);
+        named.all(|request| {
+            let is_whole = |sample: Option<usize>| sample.is_none() || request.samples.len() == 1;
+            self.aborts.iter().any(|&(handle, sample)| handle == request.handle && is_whole(sample))
+        })
+    }
+
     /// The aborts take effect.
     pub(crate) fn drain_aborts(&mut self) {
         for (handle, sample) in std::mem::take(&mut self.aborts) {
