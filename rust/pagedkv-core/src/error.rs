@@ -50,6 +50,17 @@ pub enum Error {
     /// The sequence is part of a plan in flight.
     #[error("sequence {0} is in a plan in flight: end the plan first")]
     SequenceInFlight(u64),
+    /// A request is part of a plan in flight.
+    #[error("handle {} is in a plan in flight: end the plan first", .0.get())]
+    RequestInFlight(Handle),
+    /// Only samples of a session that have finished go on with more tokens, or are given up by `free`.
+    #[error("sequence {sample} of handle {} has not finished", .handle.get())]
+    NotFinished {
+        /// The request.
+        handle: Handle,
+        /// Its sample.
+        sample: u32,
+    },
     /// Plans end in the order in which they were made.
     #[error("plan {} cannot end now: the oldest plan in flight is {}", .found.get(), .oldest.get())]
     PlanOutOfOrder {

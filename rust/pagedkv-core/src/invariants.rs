@@ -36,6 +36,7 @@ impl KVCacheManager {
         self.tables_are_as_long_as_needed()?;
         self.written_blocks_are_the_writers_own()?;
         self.prefixes_outlive_what_continues_them()?;
+        self.sessions_hold_what_is_computed()?;
         self.tree_is_consistent()
     }
 
@@ -66,16 +67,21 @@ impl KVCacheManager {
         require(pool.blocks[0].state == BlockState::Null, 1, || "the null block was handed out".into())
     }
 
-    /// Law 2: the reference count is the number of table entries; the evictable ones are cached, committed and unfenced.
+    /// Law 2: the reference count is the number of table entries, plus the sessions that hold the block; the evictable ones
+    /// are cached, committed and unfenced.
     fn ref_counts_are_holders(&self) -> Check {
-        let mut holders = vec![0; self.pool.blocks.len()];
+        let mut in_tables = vec![0; self.pool.blocks.len()];
+        let mut in_sessions = in_tables.clone();
         for sequence in self.live() {
+            let holders = if sequence.is_kept { &mut in_sessions } else { &mut in_tables };
             sequence.table.iter().for_each(|block| holders[block.index()] += 1);
         }
         require(self.pins.is_counted(&self.sequences), 2, || "the pinned blocks are counted wrong".into())?;
-        for (index, (record, &holders)) in self.pool.blocks.iter().zip(&holders).enumerate().skip(1) {
+        for (index, record) in self.pool.blocks.iter().enumerate().skip(1) {
+            let (tables, sessions) = (in_tables[index], in_sessions[index]);
+            let holders = tables + sessions;
             require(record.ref_count == holders, 2, || {
-                format!("block {index} counts {} holders, tables have {holders}", record.ref_count)
+                format!("block {index} counts {} holders, not {tables} in tables and {sessions}", record.ref_count)
             })?;
             require((record.state == BlockState::Held) == (holders > 0), 2, || {
                 format!("block {index} is {:?} with {holders} holders", record.state)
@@ -214,6 +220,17 @@ impl KVCacheManager {
             require(record.num_children == counted, 3, || {
                 format!("node {} counts {} children of {counted}", node.0, record.num_children)
             })?;
+        }
+        Ok(())
+    }
+
+    /// Law 7: a session holds the whole path of what it computed, no more than that, and no plan names it.
+    fn sessions_hold_what_is_computed(&self) -> Check {
+        for sequence in self.live().filter(|sequence| sequence.is_kept) {
+            let is_idle = sequence.in_flight.is_empty() && sequence.num_computed == sequence.num_scheduled;
+            require(is_idle, 7, || "a session holds what a plan in flight computes".into())?;
+            let leaves_one = sequence.num_computed < sequence.tokens.len();
+            require(leaves_one, 7, || "a session holds its last token's slot".into())?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ mod matching;
 mod pins;
 mod plan;
 mod sequence;
+mod sessions;
 
 use std::sync::Arc;
 
@@ -429,6 +430,7 @@ impl KVCacheManager {
             epoch,
             generation,
             is_live: true,
+            is_kept: false,
         };
         if index as usize == self.sequences.len() {
             self.sequences.push(sequence);

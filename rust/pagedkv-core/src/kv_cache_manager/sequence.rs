@@ -32,7 +32,7 @@ pub(crate) struct Sequence {
     /// Tokens computed when every plan in flight has committed.
     pub(crate) num_scheduled: u32,
     /// Plans in flight that name the sequence, oldest first, with the computed length after each.
-    pub(super) in_flight: SmallVec<[(PlanId, u32); 2]>,
+    pub(crate) in_flight: SmallVec<[(PlanId, u32); 2]>,
     /// Where the sequence's prefixes start; held while the sequence lives.
     pub(crate) root: NodeId,
     /// The node of the first `path_len` blocks; the root at 0.
@@ -49,6 +49,8 @@ pub(crate) struct Sequence {
     pub(crate) epoch: u32,
     pub(super) generation: u32,
     pub(crate) is_live: bool,
+    /// A session holds it: it is in no block table that a kernel reads.
+    pub(crate) is_kept: bool,
 }
 
 impl Sequence {

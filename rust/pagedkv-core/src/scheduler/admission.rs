@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use super::pass::{Pass, Want};
-use super::request::Stage;
+use super::request::{Sample, Stage};
 use crate::kv_cache_manager::ComputedBlocks;
 
 impl Scheduler {
@@ -31,38 +31,43 @@ impl Scheduler {
     fn admit(&mut self, pass: &mut Pass, slot: u32, hits: &mut ComputedBlocks) -> bool {
         let (want, index) = self.known(slot);
         self.find_hits(index, want, hits);
-        let start = hits.num_tokens();
+        let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
         let num_new = self.chunk(start, want.target, pass.budget);
         if num_new == 0
             || start + num_new < want.target && pass.num_partial_prefills >= self.limits.max_num_partial_prefills
         {
             return false;
         }
+        let others = self.others_need(slot);
         let needed = if self.is_first(slot) {
             self.manager.blocks_needed(index, num_new, hits)
         } else {
-            self.manager.blocks_needed(index, want.target - start, hits) + pass.claimed + self.watermark_blocks
+            self.manager.blocks_needed(index, want.target - start, hits) + others + pass.claimed + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
-            return false;
+            let order = self.request(slot).order;
+            let Some(keeper) = self.last_keeper_behind(order) else { return false };
+            self.preempt(keeper);
+            return self.admit(pass, slot, hits);
         }
         self.waiting.pop_first();
         self.num_admissions += 1;
         let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
-        let view = request.view(want.target, start);
+        let stage = self.first_stage(slot);
+        let view = request.view(want.target, hits.num_tokens());
         self.policy.admitted(&view, request.key);
+        self.set_keeper(slot, false);
         self.keep_place(slot);
         let order = self.request(slot).order;
         let at = self.running.partition_point(|&other| self.request(other).order < order);
         self.running.insert(at, slot);
         let leader = self.request(slot).leader();
-        self.take_seats(slot, leader);
-        let request = self.request_mut(slot);
-        request.stage = if request.num_live > 1 { Stage::Prompt } else { Stage::Apart };
+        self.take_seats(slot, leader, stage);
+        self.request_mut(slot).stage = stage;
         self.extend(pass, slot, leader, num_new, want, hits);
         pass.record.entries.last_mut().expect("the admission was just added").is_admission = true;
         let columns = want.target.div_ceil(self.manager.block_size);
-        pass.claimed += columns.saturating_sub(self.manager.sequence(index).table.len() as u32);
+        pass.claimed += others + columns.saturating_sub(self.manager.sequence(index).table.len() as u32);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true
     }
@@ -73,9 +78,9 @@ impl Scheduler {
         let index = self.ensure_sequence(slot, leader);
         let request = self.request(slot);
         let len = self.manager.sequence(index).tokens.len();
-        let known = if request.num_live > 1 { request.prompt_len() } else { len };
+        let known = if self.first_stage(slot) == Stage::Prompt { request.prompt_len() } else { len };
         // The last token that a sample may have needs no slot.
-        let target = known.min(request.prompt_len() + request.max_tokens - 1);
+        let target = known.min(request.samples[leader].most_computed());
         (Want { target, known: target, num_drafts: 0 }, index)
     }
 
@@ -84,12 +89,13 @@ impl Scheduler {
         let (want, index) = self.known(slot);
         let mut hits = std::mem::take(&mut self.hits);
         self.find_hits(index, want, &mut hits);
-        let start = hits.num_tokens();
+        let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
         let num_new = self.chunk(start, want.target, budget);
         let needed = if self.is_first(slot) {
             self.manager.blocks_needed(index, num_new, &hits)
         } else {
-            self.manager.blocks_needed(index, want.target - start, &hits) + self.watermark_blocks
+            let others = self.others_need(slot);
+            self.manager.blocks_needed(index, want.target - start, &hits) + others + self.watermark_blocks
         };
         self.hits = hits;
         (needed, start + num_new < want.target)
@@ -97,7 +103,9 @@ impl Scheduler {
 
     /// Running sequences in the middle of a prefill.
     pub(super) fn num_partial_prefills(&self) -> u32 {
-        self.seats.seated().filter(|&(sequence, slot)| self.is_partial(sequence, slot)).count() as u32
+        let is_partial =
+            |&(sequence, slot): &(usize, u32)| !self.request(slot).is_held && self.is_partial(sequence, slot);
+        self.seats.seated().filter(is_partial).count() as u32
     }
 
     /// Whether a running sequence has more to compute than the token that was sampled last.
@@ -115,15 +123,52 @@ impl Scheduler {
         self.running.first().is_none_or(|&first| self.request(first).order > self.request(slot).order)
     }
 
-    fn take_seats(&mut self, slot: u32, leader: usize) {
+    /// How a waiting request goes on: its samples compute the prompt together unless some have blocks already.
+    fn first_stage(&self, slot: u32) -> Stage {
+        let request = self.request(slot);
+        if request.num_live == 1 {
+            return Stage::Apart;
+        }
+        let leader = request.leader();
+        let starts_together = |(number, sample): (usize, &Sample)| {
+            let found = self.manager.sequences.get(sample.sequence as usize);
+            let num_computed = found.map_or(0, |sequence| sequence.num_scheduled);
+            sample.finish.is_some() || num_computed == 0 || number == leader && num_computed < request.prompt_len()
+        };
+        let together = !request.is_keeper || request.samples.iter().enumerate().all(starts_together);
+        if together { Stage::Prompt } else { Stage::Apart }
+    }
+
+    /// Blocks that the other samples of a waiting request need for what they know, where each goes on by itself.
+    fn others_need(&mut self, slot: u32) -> u32 {
+        let request = self.request(slot);
+        if request.num_live == 1 || self.first_stage(slot) == Stage::Prompt {
+            return 0;
+        }
+        let (leader, n) = (request.leader(), request.samples.len());
+        let no_hits = ComputedBlocks::default();
+        let mut needed = 0;
+        for other in (0..n).filter(|&other| other != leader) {
+            if self.request(slot).samples[other].finish.is_none() {
+                let index = self.ensure_sequence(slot, other);
+                let sequence = self.manager.sequence(index);
+                let num_new = sequence.tokens.len() - sequence.num_scheduled;
+                needed += self.manager.blocks_needed(index, num_new, &no_hits);
+            }
+        }
+        needed
+    }
+
+    fn take_seats(&mut self, slot: u32, leader: usize, stage: Stage) {
         for sample in 0..self.request(slot).samples.len() {
             let request = self.request(slot);
             if request.samples[sample].finish.is_some() && !request.is_gang() {
                 continue;
             }
+            let is_live = request.samples[sample].finish.is_none();
             let row = self.seats.take_row();
             self.request_mut(slot).samples[sample].row = row;
-            if sample == leader {
+            if sample == leader || stage == Stage::Apart && is_live {
                 self.sit(slot, sample);
             }
         }

@@ -196,6 +196,10 @@ impl Scheduler {
 
     fn end_beam(&mut self, parent: Drawn, token: Option<i32>, result: &mut StepResult) {
         let reason = token.and_then(|token| self.request(parent.slot).reason_for(parent.sample, token));
+        if let Some(token) = token.filter(|_| self.request(parent.slot).is_session) {
+            let index = self.ensure_sequence(parent.slot, parent.sample);
+            self.manager.append_token(index, token);
+        }
         self.request_mut(parent.slot).samples[parent.sample].num_outputs += u32::from(token.is_some());
         let reason = reason.unwrap_or(FinishReason::Dropped);
         self.end(parent.slot, parent.sample, reason, result);
@@ -225,8 +229,7 @@ impl Scheduler {
 
     /// Grows every live sample of a gang, or none. While some still compute what they lost to a preemption, the others
     /// wait for them.
-    pub(super) fn grow_gang(&mut self, pass: &mut Pass, at: usize) {
-        let slot = self.running[at];
+    pub(super) fn grow_gang(&mut self, pass: &mut Pass, slot: u32) {
         let request = self.request(slot);
         let is_ready = !self.waits_for_others(request);
         if is_ready && request.num_live > pass.budget {
@@ -249,7 +252,7 @@ impl Scheduler {
             }
             num_to_come -= 1;
             pass.kept = if is_ready { num_to_come } else { 0 };
-            if !self.grow(pass, at, sample) && is_ready {
+            if !self.grow(pass, slot, sample) && is_ready {
                 let before = self.manager.pool().num_available();
                 self.manager.undo_to(undo_to);
                 self.forget_entries(pass, mark);

@@ -211,7 +211,7 @@ impl Scheduler {
 
     /// The plan whose end unfinished work waits for.
     fn blocking_plan(&self) -> Option<PlanId> {
-        if self.waiting.is_empty() && self.running.is_empty() {
+        if self.waiting.is_empty() && self.running.iter().all(|&slot| self.request(slot).is_held) {
             return None;
         }
         let oldest = self.plans.front().map(|record| record.id);

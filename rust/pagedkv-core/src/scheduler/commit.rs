@@ -28,7 +28,7 @@ pub struct StepResult {
 /// A request whose last sample ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FinishedRequest {
-    /// Its handle, which names nothing any more.
+    /// Its handle, which names nothing any more, unless it is a session.
     pub handle: Handle,
     /// The caller's name for it.
     pub request_id: String,
@@ -239,19 +239,19 @@ impl Entry {
 impl super::request::Request {
     /// Why a sample ends with this token, its last so far, if it does.
     fn finish_reason(&self, sample: usize, token: i32) -> Option<FinishReason> {
-        self.reason_at(self.samples[sample].num_outputs, token)
+        self.reason_at(sample, self.samples[sample].num_outputs, token)
     }
 
     /// Why a sample would end with this token as its next, if it would.
     pub(super) fn reason_for(&self, sample: usize, token: i32) -> Option<FinishReason> {
-        self.reason_at(self.samples[sample].num_outputs + 1, token)
+        self.reason_at(sample, self.samples[sample].num_outputs + 1, token)
     }
 
-    fn reason_at(&self, num_outputs: u32, token: i32) -> Option<FinishReason> {
+    fn reason_at(&self, sample: usize, num_outputs: u32, token: i32) -> Option<FinishReason> {
         if num_outputs >= self.min_tokens.max(1) && self.stop_token_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else {
-            (num_outputs >= self.max_tokens).then_some(FinishReason::Length)
+            (num_outputs >= self.samples[sample].max_tokens).then_some(FinishReason::Length)
         }
     }
 }

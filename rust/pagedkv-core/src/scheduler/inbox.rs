@@ -19,6 +19,7 @@ pub(super) enum Command {
 struct Known {
     id: Arc<str>,
     num_samples: u32,
+    is_resting: bool,
 }
 
 #[derive(Debug, Default)]
@@ -26,6 +27,8 @@ struct State {
     /// Ids in use: that of a request whose abort was left is free again.
     by_id: HashMap<Arc<str>, Handle>,
     known: HashMap<Handle, Known>,
+    /// Requests among them that are sessions at rest.
+    num_resting: usize,
     commands: Vec<Command>,
     next_handle: i64,
 }
@@ -39,7 +42,7 @@ impl State {
         self.next_handle += 1;
         let id: Arc<str> = request_id.into();
         self.by_id.insert(id.clone(), handle);
-        self.known.insert(handle, Known { id, num_samples });
+        self.known.insert(handle, Known { id, num_samples, is_resting: false });
         Ok(handle)
     }
 
@@ -106,9 +109,10 @@ impl Inbox {
         (0..self.lock().next_handle).contains(&handle.get())
     }
 
-    /// Requests that were added and have not ended.
+    /// Requests that were added and have not ended, sessions at rest left out.
     pub fn num_unfinished_requests(&self) -> usize {
-        self.lock().known.len()
+        let state = self.lock();
+        state.known.len() - state.num_resting
     }
 
     /// Swaps what was left for an empty list.
@@ -120,7 +124,16 @@ impl Inbox {
     pub(super) fn forget(&self, handle: Handle) {
         let mut state = self.lock();
         state.free_id(handle);
-        state.known.remove(&handle);
+        let known = state.known.remove(&handle);
+        state.num_resting -= usize::from(known.is_some_and(|known| known.is_resting));
+    }
+
+    /// A session rests, or goes on.
+    pub(super) fn set_resting(&self, handle: Handle, is_resting: bool) {
+        let mut state = self.lock();
+        let known = state.known.get_mut(&handle).expect("a request that has not ended is known");
+        let before = std::mem::replace(&mut known.is_resting, is_resting);
+        state.num_resting = state.num_resting + usize::from(is_resting) - usize::from(before);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

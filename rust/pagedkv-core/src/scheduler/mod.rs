@@ -15,6 +15,7 @@ mod build;
 mod commit;
 mod drafts;
 mod export;
+mod hold;
 mod inbox;
 mod order;
 mod pass;
@@ -23,6 +24,7 @@ mod preempt;
 mod request;
 mod rollback;
 mod seats;
+mod sessions;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -97,6 +99,10 @@ pub struct Scheduler {
     by_handle: HashMap<Handle, u32>,
     policy: Box<dyn OrderPolicy>,
     waiting: BTreeMap<Order, u32>,
+    /// Requests that would wait, were they not held.
+    held: BTreeMap<Order, u32>,
+    /// Waiting requests that have blocks from before.
+    num_keepers: u32,
     /// Requests that are not due yet, by the number of admissions that makes them so.
     ageing: BTreeMap<(u64, Handle), u32>,
     num_admissions: u64,
@@ -139,6 +145,8 @@ impl Scheduler {
             by_handle: HashMap::new(),
             policy,
             waiting: BTreeMap::new(),
+            held: BTreeMap::new(),
+            num_keepers: 0,
             ageing: BTreeMap::new(),
             num_admissions: 0,
             num_arrivals: 0,
@@ -203,7 +211,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Requests that were added and have not ended.
+    /// Requests that were added and have not ended, sessions at rest left out.
     pub fn num_unfinished_requests(&self) -> usize {
         self.inbox.num_unfinished_requests()
     }
@@ -291,20 +299,12 @@ impl Scheduler {
         let mut sequences = 0;
         for (slot, request) in self.requests.iter().enumerate() {
             let Some(request) = request else { continue };
-            let slot = slot as u32;
-            let is_running = self.running.contains(&slot);
-            if is_running == self.waiting.contains_key(&request.order)
-                || is_running == (request.stage == Stage::Waiting)
-            {
-                return broken(format!("request {} is not in exactly one queue", request.id));
-            }
-            for sample in &request.samples {
-                let has_seat = sample.row != request::NONE;
-                if has_seat != (is_running && (sample.finish.is_none() || request.is_gang())) {
-                    return broken(format!("a sample of request {} has no seat, or one too many", request.id));
-                }
-                sequences += usize::from(sample.sequence != request::NONE);
-            }
+            self.check_request(slot as u32, request)?;
+            sequences += request.samples.iter().filter(|sample| sample.sequence != request::NONE).count();
+        }
+        let num_keepers = self.requests.iter().flatten().filter(|request| request.is_keeper).count();
+        if num_keepers != self.num_keepers as usize {
+            return broken(format!("{num_keepers} waiting requests have blocks, {} are counted", self.num_keepers));
         }
         if sequences != self.manager.num_sequences() {
             return broken(format!("{} sequences live, {sequences} belong to requests", self.manager.num_sequences()));
@@ -313,6 +313,42 @@ impl Scheduler {
             return broken("the running requests are out of order".into());
         }
         self.seats.check()
+    }
+
+    /// A request is in exactly one place, and its samples have the seats and sequences that belong to it there.
+    fn check_request(&self, slot: u32, request: &Request) -> std::result::Result<(), BrokenLaw> {
+        let broken = |what: String| Err(BrokenLaw { law: 5, what });
+        let is_running = self.running.contains(&slot);
+        let (waits, is_held) = (self.waiting.get(&request.order), self.held.get(&request.order));
+        let (queue, other) = if request.is_held { (is_held, waits) } else { (waits, is_held) };
+        let is_queued = queue == Some(&slot);
+        let is_right = match request.stage {
+            Stage::Waiting => is_queued && !is_running,
+            Stage::Prompt | Stage::Apart => is_running && !is_queued,
+            Stage::Resting => !is_running && !is_queued && request.num_live == 0,
+        };
+        if !is_right || other == Some(&slot) || (request.num_live == 0) != (request.stage == Stage::Resting) {
+            return broken(format!("request {} is not in exactly one queue", request.id));
+        }
+        for sample in &request.samples {
+            let is_live = sample.finish.is_none();
+            let has_seat = sample.row != request::NONE;
+            if has_seat != (is_running && (is_live || request.is_gang())) {
+                return broken(format!("a sample of request {} has no seat, or one too many", request.id));
+            }
+            let sequence = self.manager.sequences.get(sample.sequence as usize);
+            let is_right = sequence.is_none_or(|sequence| {
+                sequence.is_live && sequence.is_kept == sample.is_kept && (is_live || sample.is_kept)
+            });
+            if !is_right {
+                return broken(format!("a sample of request {} has a sequence that is not its own", request.id));
+            }
+            let has_blocks = sequence.is_some_and(|sequence| is_live && !sequence.table.is_empty());
+            if has_blocks && !is_running && !request.is_keeper {
+                return broken(format!("request {} waits with blocks that nobody knows of", request.id));
+            }
+        }
+        Ok(())
     }
 
     fn drain_inbox(&mut self) {
@@ -329,7 +365,8 @@ impl Scheduler {
 
     fn enqueue(&mut self, mut request: Request) {
         let slot = self.vacant.pop().unwrap_or(self.requests.len() as u32);
-        self.arrive(&mut request);
+        let num_tokens = request.prompt_len();
+        self.arrive(&mut request, num_tokens);
         self.by_handle.insert(request.handle, slot);
         self.waiting.insert(request.order, slot);
         if request.due_at != u64::MAX {
@@ -354,6 +391,9 @@ impl Scheduler {
             // The request is gone with its last live sample, which need not be the last in number.
             if self.by_handle.contains_key(&handle) {
                 self.finish_sample(slot, sample, FinishReason::Abort);
+            }
+            if self.by_handle.contains_key(&handle) {
+                self.give_up(slot, sample);
             }
         }
     }

@@ -8,8 +8,8 @@ use crate::ids::Handle;
 
 impl Scheduler {
     /// Gives a request that comes in its key, its place, and the time when it is due.
-    pub(super) fn arrive(&mut self, request: &mut Request) {
-        request.key = self.policy.arrival_key(&request.view(request.prompt_len(), 0));
+    pub(super) fn arrive(&mut self, request: &mut Request, num_tokens: u32) {
+        request.key = self.policy.arrival_key(&request.view(num_tokens, 0));
         request.turn = self.num_arrivals;
         self.num_arrivals += 1;
         request.order = Order::new(request.key, false, request.turn);
@@ -40,14 +40,12 @@ impl Scheduler {
                 break;
             }
             self.ageing.pop_first();
-            let order = self.request(slot).order;
-            let is_waiting = self.waiting.remove(&order).is_some();
+            let is_waiting = self.leave_queue(slot);
             let request = self.request_mut(slot);
             request.due_at = u64::MAX;
             request.order = Order::new(0.0, true, request.turn);
-            let order = request.order;
             if is_waiting {
-                self.waiting.insert(order, slot);
+                self.queue(slot);
             } else {
                 num_running += 1;
             }
@@ -79,11 +77,14 @@ impl Scheduler {
         self.drain_inbox();
         for &slot in self.waiting.values() {
             let request = self.request(slot);
-            let sequence = request.samples[request.leader()].sequence;
-            let known =
-                self.manager.sequences.get(sequence as usize).map_or(request.prompt_len(), |found| found.tokens.len());
-            show(&request.view(known, 0));
+            show(&request.view(self.num_known_tokens(request), 0));
         }
+    }
+
+    /// Tokens that are known of the sample that leads a live request.
+    pub(super) fn num_known_tokens(&self, request: &Request) -> u32 {
+        let sequence = request.samples[request.leader()].sequence;
+        self.manager.sequences.get(sequence as usize).map_or(request.prompt_len(), |found| found.tokens.len())
     }
 
     /// Keys from outside for waiting requests; handles that do not wait, or are due, are passed over.
@@ -117,6 +118,11 @@ impl Scheduler {
     fn num_hit_tokens(&mut self, slot: u32) -> u32 {
         let stamp = self.manager.pool().stamp;
         let request = self.request(slot);
+        if request.is_keeper {
+            // What it has from before it need not find.
+            let index = self.ensure_sequence(slot, request.leader());
+            return self.manager.sequence(index).num_scheduled;
+        }
         if request.matched.0 != stamp {
             let (leader, found) = (request.leader(), request.matched.1);
             let index = self.ensure_sequence(slot, leader);

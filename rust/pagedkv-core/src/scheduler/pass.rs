@@ -135,35 +135,36 @@ impl Scheduler {
         while at < self.running.len() && pass.budget > 0 {
             let slot = self.running[at];
             let request = self.request(slot);
-            if !request.needs_commit || request.num_in_flight == 0 {
+            if !(request.is_held || request.needs_commit && request.num_in_flight > 0) {
                 match request.stage {
                     Stage::Prompt => {
-                        self.grow(pass, at, request.leader());
+                        self.grow(pass, slot, request.leader());
                     }
                     _ if request.samples.len() == 1 => {
-                        self.grow(pass, at, 0);
+                        self.grow(pass, slot, 0);
                     }
-                    _ if request.is_gang() => self.grow_gang(pass, at),
-                    _ => self.grow_samples(pass, at),
+                    _ if request.is_gang() => self.grow_gang(pass, slot),
+                    _ => self.grow_samples(pass, slot),
                 }
+            }
+            // Held requests before it may have lost their places to it.
+            while self.running.get(at) != Some(&slot) {
+                at -= 1;
             }
             at += 1;
         }
     }
 
-    fn grow_samples(&mut self, pass: &mut Pass, at: usize) {
-        let slot = self.running[at];
+    fn grow_samples(&mut self, pass: &mut Pass, slot: u32) {
         for sample in 0..self.request(slot).samples.len() {
             if self.request(slot).samples[sample].finish.is_none() && pass.budget > 0 {
-                self.grow(pass, at, sample);
+                self.grow(pass, slot, sample);
             }
         }
     }
 
-    /// Grows one sample of the running request at `at`, if it has tokens to compute and room is found. Answers whether
-    /// it did.
-    pub(super) fn grow(&mut self, pass: &mut Pass, at: usize, sample: usize) -> bool {
-        let slot = self.running[at];
+    /// Grows one sample of a running request, if it has tokens to compute and room is found. Answers whether it did.
+    pub(super) fn grow(&mut self, pass: &mut Pass, slot: u32, sample: usize) -> bool {
         let Some(want) = self.want(slot, sample, pass.previous) else {
             return false;
         };
@@ -176,7 +177,7 @@ impl Scheduler {
             if num_new == 0 {
                 break None;
             }
-            let reserved = pass.reserved + self.reserved_for_head(pass, at);
+            let reserved = pass.reserved + self.reserved_for_head(pass, slot);
             let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
             let num_drafts = want.num_drafts.min((pass.budget - num_new).saturating_sub(pass.kept));
             if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, &hits)) {
@@ -186,7 +187,7 @@ impl Scheduler {
             if has_room(needed) {
                 break Some((num_new, 0));
             }
-            if !self.make_room(at, needed, pass) {
+            if !self.make_room(slot, needed, pass) {
                 break None;
             }
         };
@@ -228,14 +229,14 @@ impl Scheduler {
             (request.prompt_len(), request.prompt_len())
         } else {
             // The last token that a sample may have needs no slot.
-            let last = request.prompt_len() + request.max_tokens - 1;
+            let last = sample.most_computed();
             let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
             let end = if self.waits_for_others(request) { len - 1 } else { len + coming };
             (end.min(last), end.min(len).min(last))
         };
         // Guesses run right behind the last token that is known, and no more of them than can still be accepted.
         let can_draft = !sample.drafts.is_empty() && target == len && sequence.num_scheduled + 1 == len;
-        let most = (request.max_tokens - 1).saturating_sub(sample.num_outputs);
+        let most = (sample.max_tokens - 1).saturating_sub(sample.num_outputs);
         let num_drafts = if can_draft { most.min(sample.drafts.len() as u32) } else { 0 };
         (target > sequence.num_scheduled).then_some(Want { target, known, num_drafts })
     }
@@ -266,7 +267,7 @@ impl Scheduler {
         let extension = self.manager.extend(index, num_new + want.num_drafts, hits);
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let completes_prompt = request.stage == Stage::Prompt && end == want.target;
-        let is_first = request.samples[sample].num_outputs == 0;
+        let is_first = self.manager.sequence(index).tokens.len() == request.prompt_len();
         let num_samples = match request.stage {
             Stage::Prompt => {
                 if completes_prompt && is_first {

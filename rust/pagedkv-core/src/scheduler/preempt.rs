@@ -1,21 +1,25 @@
 //! Taking blocks and seats back: preemption, and the end of a sample or a request.
 
+use std::collections::BTreeMap;
+
 use super::pass::Pass;
 use super::policy::Order;
-use super::request::{FinishReason, NONE, Stage};
+use super::request::{FinishReason, NONE, Sample, Stage};
 use super::{Departure, Scheduler};
 use crate::ids::PlanId;
 use crate::step_plan::Change;
 
 impl Scheduler {
-    /// Takes blocks from guesses, then preempts the youngest running requests behind `at`, until `needed` blocks are available, or will be when plans in
-    /// flight end. Answers whether to try again; if not, the blocks are reserved for the request that needs them.
-    pub(super) fn make_room(&mut self, at: usize, needed: u32, pass: &mut Pass) -> bool {
+    /// Takes blocks from guesses, then from those that come last in the order, until `needed` are available to a running request, or will be
+    /// when plans in flight end. Answers whether to try again; if not, the blocks are reserved for the request that needs
+    /// them.
+    pub(super) fn make_room(&mut self, slot: u32, needed: u32, pass: &mut Pass) -> bool {
         if pass.reserved > 0 {
             return false;
         }
-        let for_head = self.reserved_for_head(pass, at);
+        let for_head = self.reserved_for_head(pass, slot);
         let needed = needed + for_head;
+        let order = self.request(slot).order;
         loop {
             let pool = self.manager.pool();
             if needed <= pool.num_available() {
@@ -25,21 +29,23 @@ impl Scheduler {
                 continue;
             }
             let pool = self.manager.pool();
-            if needed <= pool.num_available() + pool.num_fenced() || at + 1 == self.running.len() {
+            let will_have_room = needed <= pool.num_available() + pool.num_fenced();
+            let victim = self.last_behind(order).or_else(|| self.last_held(slot)).filter(|_| !will_have_room);
+            let Some(victim) = victim else {
                 // Whoever waits behind a request that is still to be admitted must not keep it out.
                 pass.reserved += if for_head > 0 { 0 } else { needed };
                 return false;
-            }
-            self.preempt_youngest();
+            };
+            self.preempt(victim);
         }
     }
 
     /// Preempts running requests that come after the first waiting one until it may start a prefill, and has seats and
-    /// room, or will have when plans in flight end. What it needs is kept from running requests behind it.
+    /// room, or will have when plans in flight end. What it needs is kept from running requests behind it. Where nobody
+    /// but held requests runs, those give way as well.
     pub(super) fn make_way(&mut self, pass: &mut Pass) {
         let Some((&order, &slot)) = self.waiting.first_key_value() else { return };
-        let is_behind = |this: &Self| this.running.last().is_some_and(|&last| this.request(last).order > order);
-        if !is_behind(self) || self.request(slot).num_in_flight > 0 {
+        if self.gives_way(order).is_none() || self.request(slot).num_in_flight > 0 {
             return;
         }
         let num_seats = self.request(slot).num_seats();
@@ -49,39 +55,90 @@ impl Scheduler {
             let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
             let will_have_seats = num_seats <= self.seats.num_free() + self.seats.num_fenced();
             let will_have_room = needed <= pool.num_available() + pool.num_fenced();
-            if may_start && will_have_seats && will_have_room || !is_behind(self) {
+            let victim = match (may_start && will_have_seats, will_have_room) {
+                (true, true) => None,
+                (true, false) => self.last_keeper_behind(order).or_else(|| self.gives_way(order)),
+                (false, _) => self.gives_way(order),
+            };
+            let Some(victim) = victim else {
                 pass.head = Some((order, needed));
                 return;
-            }
-            self.preempt_youngest();
+            };
+            self.preempt(victim);
         }
     }
 
-    /// Blocks that the running request at `at` must leave to a waiting one that comes before it.
-    pub(super) fn reserved_for_head(&self, pass: &Pass, at: usize) -> u32 {
-        let is_behind = |&(order, _): &(Order, u32)| self.request(self.running[at]).order > order;
+    /// The running request that gives way first to a waiting one.
+    fn gives_way(&self, order: Order) -> Option<u32> {
+        let &last = self.running.last()?;
+        if self.request(last).order > order {
+            return Some(last);
+        }
+        Some(last).filter(|_| self.running.iter().all(|&slot| self.request(slot).is_held))
+    }
+
+    /// Whoever comes last in the order and behind `order` of those that have blocks.
+    fn last_behind(&self, order: Order) -> Option<u32> {
+        let running = self.running.last().copied().filter(|&last| self.request(last).order > order);
+        let keeper = self.last_keeper_behind(order);
+        [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
+    }
+
+    /// The last held request that runs, another one than `slot`.
+    fn last_held(&self, slot: u32) -> Option<u32> {
+        self.running.iter().rev().copied().find(|&other| other != slot && self.request(other).is_held)
+    }
+
+    /// The last of the waiting requests behind `order` that have blocks from before.
+    pub(super) fn last_keeper_behind(&self, order: Order) -> Option<u32> {
+        if self.num_keepers == 0 {
+            return None;
+        }
+        let behind = (std::ops::Bound::Excluded(order), std::ops::Bound::Unbounded);
+        let last = |queue: &BTreeMap<Order, u32>| {
+            queue.range(behind).rev().map(|(_, &slot)| slot).find(|&slot| self.request(slot).is_keeper)
+        };
+        let keepers = [last(&self.waiting), last(&self.held)];
+        keepers.into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
+    }
+
+    /// Blocks that a running request must leave to a waiting one that comes before it.
+    pub(super) fn reserved_for_head(&self, pass: &Pass, slot: u32) -> u32 {
+        let is_behind = |&(order, _): &(Order, u32)| self.request(slot).order > order;
         pass.head.filter(is_behind).map_or(0, |(_, needed)| needed)
     }
 
-    /// Takes every block and seat from the youngest running request and puts it back into the queue.
-    fn preempt_youngest(&mut self) {
-        let slot = self.running.pop().expect("a request behind another is running");
-        let order = self.request(slot).order;
+    /// Takes every block and seat from a running request and puts it back into the queue, or the blocks from a waiting
+    /// one that had them from before. Samples that a session keeps stay as they are.
+    pub(super) fn preempt(&mut self, slot: u32) {
+        let is_running = self.request(slot).stage != Stage::Waiting;
         for sample in 0..self.request(slot).samples.len() {
             if let Some(departure) = self.depart(slot, sample) {
                 self.announcements.preempted.push(departure);
             }
-            let sequence = self.request(slot).samples[sample].sequence;
-            if sequence != NONE {
+            let Sample { sequence, is_kept, .. } = self.request(slot).samples[sample];
+            if sequence != NONE && !is_kept {
                 self.manager.release_all(sequence as usize);
             }
         }
+        self.num_preemptions += 1;
         let request = self.request_mut(slot);
         request.samples.iter_mut().for_each(|sample| sample.drafts.clear());
         request.stage = Stage::Waiting;
         request.num_preemptions += 1;
-        self.num_preemptions += 1;
-        self.waiting.insert(order, slot);
+        self.set_keeper(slot, false);
+        if is_running {
+            self.leave_running(slot);
+            self.queue(slot);
+        }
+    }
+
+    pub(super) fn leave_running(&mut self, slot: u32) {
+        if self.running.last() == Some(&slot) {
+            self.running.pop();
+        } else {
+            self.running.retain(|&other| other != slot);
+        }
     }
 
     /// Takes the seat of a sample. Answers what to announce if a plan had announced the seat.
@@ -135,17 +192,20 @@ impl Scheduler {
         }
         self.depart_for_good(slot, sample);
         let request = self.request_mut(slot);
-        let sequence = std::mem::replace(&mut request.samples[sample].sequence, NONE);
         let is_over = request.num_live == 0;
-        if is_over {
-            // What a gang kept for samples that ended before.
-            (0..self.request(slot).samples.len()).for_each(|other| drop(self.depart(slot, other)));
-        }
-        if sequence != NONE {
+        let is_kept = request.is_session && matches!(reason, FinishReason::Stop | FinishReason::Length);
+        request.samples[sample].is_kept = is_kept;
+        let sequence = std::mem::replace(&mut request.samples[sample].sequence, NONE);
+        if sequence != NONE && is_kept {
+            let kept = self.manager.keep_for_a_session(sequence as usize);
+            self.request_mut(slot).samples[sample].sequence = kept as u32;
+        } else if sequence != NONE {
             self.manager.remove(sequence as usize);
         }
         if is_over {
-            self.remove_request(slot);
+            // What a gang kept for samples that ended before.
+            (0..self.request(slot).samples.len()).for_each(|other| drop(self.depart(slot, other)));
+            self.request_is_over(slot);
         }
     }
 
@@ -169,17 +229,21 @@ impl Scheduler {
         self.sit(slot, to);
     }
 
+    /// No sample of the request runs or waits any more: it rests if a session keeps some, else it is gone.
+    fn request_is_over(&mut self, slot: u32) {
+        self.leave_queues(slot);
+        self.close_turn(slot);
+        if self.request(slot).samples.iter().any(|sample| sample.is_kept) {
+            self.rest(slot);
+        } else {
+            self.remove_request(slot);
+        }
+    }
+
+    /// A request with no sample left, which is in no queue.
     pub(super) fn remove_request(&mut self, slot: u32) {
         let request = self.requests[slot as usize].take().expect("a slot in use has a request");
         self.by_handle.remove(&request.handle);
-        self.ageing.remove(&(request.due_at, request.handle));
-        let num_outputs: u64 = request.samples.iter().map(|sample| u64::from(sample.num_outputs)).sum();
-        let view = request.view(request.prompt_len(), 0);
-        let most = view.max_tokens - u64::from(request.prompt_len());
-        self.policy.ended(&view, most.saturating_sub(num_outputs));
-        if self.waiting.remove(&request.order).is_none() {
-            self.running.retain(|&other| other != slot);
-        }
         self.inbox.forget(request.handle);
         self.vacant.push(slot);
     }

@@ -45,7 +45,8 @@ pub struct NewRequest {
     pub num_external_tokens: u32,
     /// Not planned again before the commit of its last plan.
     pub needs_commit: bool,
-    /// Refused unless false: no sessions yet.
+    /// Whether samples that finish keep their blocks, to be continued by [`super::Scheduler::append_tokens`]. Refused
+    /// with `needs_commit` and n > 1: beams take each other's numbers.
     pub session: bool,
 }
 
@@ -125,7 +126,8 @@ impl NewRequest {
     fn blocks_at_the_longest(&self, block_size: u32, lookahead: u32) -> u64 {
         let prompt = self.prompt_token_ids.len() as u64;
         let longest = prompt + u64::from(self.max_tokens) - 1 + u64::from(lookahead);
-        let shared = prompt / u64::from(block_size);
+        // A sample of a session may have to compute the prompt anew while another one keeps it.
+        let shared = if self.session && self.n > 1 { 0 } else { prompt / u64::from(block_size) };
         shared + u64::from(self.n) * (longest.div_ceil(u64::from(block_size)) - shared)
     }
 
@@ -134,7 +136,10 @@ impl NewRequest {
         let refused = [
             (self.priority != 0 && ignores_priority, "priority: the policy is not \"priority\""),
             (self.num_external_tokens != 0, "num_external_tokens: there are no loads from outside"),
-            (self.session, "session: a finished request keeps no blocks but cached ones"),
+            (
+                self.session && self.needs_commit && self.n > 1,
+                "session with needs_commit and n > 1: beams take each other's sequence numbers; fork the one to go on with",
+            ),
         ];
         let found = refused.iter().find(|(is_asked, _)| *is_asked);
         found.map_or(Ok(()), |(_, why)| Err(Error::Unsupported((*why).into())))
@@ -164,6 +169,8 @@ pub(super) enum Stage {
     Prompt,
     /// Each sample is a sequence.
     Apart,
+    /// A session whose samples have all ended, some of which keep their blocks.
+    Resting,
 }
 
 #[derive(Clone, Debug)]
@@ -172,17 +179,30 @@ pub(super) struct Sample {
     pub(super) sequence: u32,
     /// Its seat; [`NONE`] while its request waits.
     pub(super) row: u32,
-    /// Tokens sampled and known.
+    /// Tokens known when the present turn began to sample: the prompt, or all that a session's sample had then.
+    pub(super) turn_start: u32,
+    /// Most tokens that the present turn may sample.
+    pub(super) max_tokens: u32,
+    /// Tokens sampled in the present turn, and known.
     pub(super) num_outputs: u32,
     /// Tokens that plans in flight will sample.
     pub(super) num_pending: u32,
     /// The newest plan that samples for it, and which of that plan's samples is its.
     pub(super) drawn: (PlanId, u32),
     pub(super) finish: Option<FinishReason>,
+    /// It has ended and a session keeps it.
+    pub(super) is_kept: bool,
     /// Guesses for its next tokens, for the next plan that has room for them.
     pub(super) drafts: Vec<i32>,
     /// A plan in flight checks guesses: only its commit tells which tokens there are.
     pub(super) is_drafting: bool,
+}
+
+impl Sample {
+    /// Tokens of the present turn that get slots: the last one that is sampled needs none.
+    pub(super) fn most_computed(&self) -> u32 {
+        self.turn_start + self.max_tokens - 1
+    }
 }
 
 #[derive(Debug)]
@@ -193,10 +213,18 @@ pub(super) struct Request {
     pub(super) identity: Arc<Identity>,
     pub(super) use_prefix_cache: bool,
     pub(super) retention: Option<Retention>,
+    /// Most tokens to sample per turn where the turn says nothing else.
     pub(super) max_tokens: u32,
     pub(super) min_tokens: u32,
     pub(super) stop_token_ids: Box<[i32]>,
     pub(super) needs_commit: bool,
+    pub(super) is_session: bool,
+    /// Not planned until the caller releases it.
+    pub(super) is_held: bool,
+    /// It waits, and has blocks from before: a session's next turn, or a fork.
+    pub(super) is_keeper: bool,
+    /// Tokens that the present turn brought along.
+    pub(super) num_new_tokens: u64,
     pub(super) samples: SmallVec<[Sample; 1]>,
     pub(super) num_live: u32,
     pub(super) stage: Stage,
@@ -226,15 +254,19 @@ impl Request {
         let sample = Sample {
             sequence: NONE,
             row: NONE,
+            turn_start: request.prompt_token_ids.len() as u32,
+            max_tokens: request.max_tokens,
             num_outputs: 0,
             num_pending: 0,
             drawn: (PlanId::new(0), 0),
             finish: None,
+            is_kept: false,
             drafts: Vec::new(),
             is_drafting: false,
         };
         Self {
             handle,
+            num_new_tokens: request.prompt_token_ids.len() as u64,
             id: request.request_id.into(),
             prompt: request.prompt_token_ids.into(),
             identity: Arc::new(request.identity),
@@ -244,6 +276,9 @@ impl Request {
             min_tokens: request.min_tokens,
             stop_token_ids: request.stop_token_ids.into(),
             needs_commit: request.needs_commit,
+            is_session: request.session,
+            is_held: false,
+            is_keeper: false,
             samples: SmallVec::from_elem(sample, request.n as usize),
             num_live: request.n,
             stage: Stage::Waiting,
@@ -270,9 +305,14 @@ impl Request {
             tenant: self.tenant.as_deref(),
             arrival: self.arrival,
             num_tokens,
-            max_tokens: u64::from(self.prompt_len()) + self.samples.len() as u64 * u64::from(self.max_tokens),
+            max_tokens: self.num_new_tokens + self.most_outputs(),
             num_hit_tokens,
         }
+    }
+
+    /// Most tokens that the present turn may sample, all samples together.
+    pub(super) fn most_outputs(&self) -> u64 {
+        self.samples.iter().map(|sample| u64::from(sample.max_tokens)).sum()
     }
 
     pub(super) fn prompt_len(&self) -> u32 {

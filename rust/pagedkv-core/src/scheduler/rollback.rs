@@ -1,6 +1,6 @@
 //! Undoing plans that never ran, or whose results are void.
 
-use super::request::Stage;
+use super::request::{NONE, Sample, Stage};
 use super::{InFlight, Scheduler};
 use crate::error::{Error, Result};
 use crate::ids::PlanId;
@@ -40,14 +40,11 @@ impl Scheduler {
                 sample.is_drafting = false;
                 sample.drawn = entry.drawn_before;
             }
-            if self.manager.resident(entry.sequence as usize, entry.epoch).is_none() {
-                continue;
-            }
-            let request = self.request_mut(entry.slot);
             if request.num_preemptions == 0 {
                 request.num_cached_tokens -= entry.num_hit_tokens;
             }
-            if entry.is_admission {
+            // One that lost its seats since, or rests, stays where it is.
+            if entry.is_admission && matches!(request.stage, Stage::Prompt | Stage::Apart) {
                 self.withdraw_admission(entry.slot);
             }
         }
@@ -57,17 +54,22 @@ impl Scheduler {
     fn withdraw_admission(&mut self, slot: u32) {
         for sample in 0..self.request(slot).samples.len() {
             self.depart(slot, sample);
-            let sequence = self.request(slot).samples[sample].sequence;
-            if sequence != super::request::NONE {
+            let Sample { sequence, is_kept, .. } = self.request(slot).samples[sample];
+            if sequence == NONE || is_kept {
+                continue;
+            }
+            if self.manager.sequence(sequence as usize).num_scheduled > 0 {
+                // It had blocks before it was admitted, and has them again.
+                self.manager.end_residence(sequence as usize);
+                self.set_keeper(slot, true);
+            } else {
                 // Its path may start at a root of before a reset of the cache.
                 self.manager.release_all(sequence as usize);
             }
         }
-        let request = self.request_mut(slot);
-        request.stage = Stage::Waiting;
-        let order = request.order;
-        self.running.retain(|&other| other != slot);
-        self.waiting.insert(order, slot);
+        self.request_mut(slot).stage = Stage::Waiting;
+        self.leave_running(slot);
+        self.queue(slot);
     }
 
     fn repeat_announcements(&mut self, record: &mut InFlight) {

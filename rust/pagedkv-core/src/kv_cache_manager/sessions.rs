@@ -1,0 +1,53 @@
+//! Sequences that nobody plans: what a session keeps between two turns.
+
+use super::{KVCacheManager, Tail};
+
+impl KVCacheManager {
+    /// Moves what a sequence has computed by plans that committed, its last token left out, to a sequence that a session
+    /// holds. What plans in flight know of the old one is void. Answers the new index.
+    ///
+    /// # Complexity
+    /// O(blocks + tokens of the sequence).
+    pub(crate) fn keep_for_a_session(&mut self, index: usize) -> usize {
+        let sequence = &self.sequences[index];
+        let num_computed = sequence.num_computed.min(sequence.tokens.len() - 1);
+        let kept = self.fork_at(index).index as usize;
+        let sequence = &mut self.sequences[kept];
+        sequence.is_kept = true;
+        if sequence.num_scheduled > num_computed {
+            sequence.num_computed = num_computed;
+            sequence.tail = Tail::Cut;
+            self.shrink(kept, num_computed);
+        }
+        self.remove(index);
+        kept
+    }
+
+    /// The sequence goes on: its blocks are those of a block table again.
+    pub(crate) fn leave_session(&mut self, index: usize) {
+        self.sequences[index].is_kept = false;
+    }
+
+    /// A sequence keeps its blocks and loses its row: what was announced of it is void.
+    pub(crate) fn end_residence(&mut self, index: usize) {
+        self.sequences[index].epoch += 1;
+    }
+
+    /// Blocks that sequences hold between them, each counted once.
+    pub(crate) fn num_distinct_blocks(&self, sequences: impl Iterator<Item = u32>) -> u32 {
+        let mut blocks: Vec<_> =
+            sequences.flat_map(|index| &self.sequences[index as usize].table).map(|block| block.get()).collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        blocks.len() as u32
+    }
+
+    /// Blocks that sessions keep and no other sequence holds.
+    pub(crate) fn num_blocks_of_sessions(&self) -> u32 {
+        let kept = self.sequences.iter().filter(|sequence| sequence.is_live && sequence.is_kept);
+        let mut blocks: Vec<_> = kept.flat_map(|sequence| &sequence.table).map(|block| block.get()).collect();
+        blocks.sort_unstable();
+        let by_block = blocks.chunk_by(|one, other| one == other);
+        by_block.filter(|same| same.len() as u32 == self.pool.blocks[same[0] as usize].ref_count).count() as u32
+    }
+}
