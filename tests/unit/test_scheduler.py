@@ -227,7 +227,7 @@ def test_plan_writes_csr_for_other_kernels():
     ("arguments", "message"),
     [
         ({"priority": 1}, "priority"),
-        ({"session": True}, "session"),
+        ({"session": True, "needs_commit": True, "n": 2}, "session"),
         ({"num_external_tokens": 4}, "num_external_tokens"),
     ],
 )

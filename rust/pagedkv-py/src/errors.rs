@@ -93,6 +93,8 @@ pub(crate) fn to_py_err(error: Error) -> PyErr {
         Error::UnknownHandle(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } => &found.unknown,
         Error::NotHeld(_) => &found.not_held,
         Error::SequenceInFlight(_)
+        | Error::RequestInFlight(_)
+        | Error::NotFinished { .. }
         | Error::PlanOutOfOrder { .. }
         | Error::PlanNotInFlight(_)
         | Error::TooManyPlans(_)

@@ -206,6 +206,7 @@ impl Sample {
 }
 
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "what the caller asked for, and two marks")]
 pub(super) struct Request {
     pub(super) handle: Handle,
     pub(super) id: Arc<str>,
