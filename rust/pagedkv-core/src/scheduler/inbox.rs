@@ -104,6 +104,11 @@ impl Inbox {
         Ok(())
     }
 
+    /// Blocks that a request may count on.
+    pub(super) fn usable_blocks(&self) -> u32 {
+        self.cache.usable_blocks()
+    }
+
     /// Whether a handle was given out, now or ever.
     pub(super) fn knows(&self, handle: Handle) -> bool {
         (0..self.lock().next_handle).contains(&handle.get())

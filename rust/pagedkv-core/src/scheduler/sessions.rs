@@ -122,7 +122,7 @@ impl Scheduler {
             return invalid("max_tokens", expected, format!("{known} + {max_tokens}"));
         }
         let needed = self.blocks_at_the_longest(slot, number, known as u64 + u64::from(max_tokens));
-        let usable = u64::from(self.manager.pool().num_blocks() - 1);
+        let usable = u64::from(self.inbox.usable_blocks());
         if needed > usable { Err(Error::NeverFits { needed, usable }) } else { Ok(()) }
     }
 
