@@ -130,6 +130,13 @@ impl GroupSpec {
 /// num_layer_slots : int, optional
 ///     Layers that each block has room for, in the place of the smallest layer count. More than 10 % of them without a
 ///     layer are refused.
+/// eviction_policy : {"lru", "slru", "priority"}
+///     Which cached block is reused when no block is free: the one released first; the same, but prefixes that were never
+///     hit go first; the lowest `cache_priority` first.
+/// pin_quota_bytes : int
+///     Memory that pinned prefixes may keep, in whole blocks; it is kept from requests. Needs `groups`.
+/// pin_quota_blocks : int
+///     The same in blocks.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct CacheConfig(pub(crate) CoreCache, CacheLayout);
@@ -139,8 +146,9 @@ impl CacheConfig {
     #[new]
     #[pyo3(signature = (
         num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true, groups=Vec::new(),
-        num_layer_slots=None,
+        num_layer_slots=None, eviction_policy="lru", pin_quota_bytes=0, pin_quota_blocks=0,
     ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
         num_blocks: u32,
         block_size: u32,
@@ -148,9 +156,28 @@ impl CacheConfig {
         enable_prefix_caching: bool,
         groups: Vec<GroupSpec>,
         num_layer_slots: Option<u32>,
+        eviction_policy: &str,
+        pin_quota_bytes: u64,
+        pin_quota_blocks: u32,
     ) -> PyResult<Self> {
-        let groups = groups.into_iter().map(|group| group.0).collect();
-        let config = CoreCache { num_blocks, block_size, hash_seed, enable_prefix_caching, groups, num_layer_slots };
+        let mut config = CoreCache {
+            num_blocks,
+            block_size,
+            hash_seed,
+            enable_prefix_caching,
+            groups: groups.into_iter().map(|group| group.0).collect(),
+            num_layer_slots,
+            eviction_policy: eviction_policy.parse().map_err(to_py_err)?,
+            pin_quota_blocks,
+        };
+        if pin_quota_bytes > 0 {
+            let block_bytes = config.layout().map_err(to_py_err)?.block_bytes();
+            if block_bytes == 0 || pin_quota_blocks > 0 {
+                let expected = "0, or the only quota, with groups that say how large a block is";
+                return Err(invalid("pin_quota_bytes", expected, &pin_quota_bytes.to_string()));
+            }
+            config.pin_quota_blocks = u32::try_from(pin_quota_bytes / block_bytes).unwrap_or(u32::MAX);
+        }
         let layout = config.layout().map_err(to_py_err)?;
         Ok(Self(config, layout))
     }
@@ -173,6 +200,17 @@ impl CacheConfig {
     #[getter]
     fn enable_prefix_caching(&self) -> bool {
         self.0.enable_prefix_caching
+    }
+
+    #[getter]
+    fn eviction_policy(&self) -> &'static str {
+        self.0.eviction_policy.name()
+    }
+
+    /// Blocks that pinned prefixes may keep.
+    #[getter]
+    fn pin_quota_blocks(&self) -> u32 {
+        self.0.pin_quota_blocks
     }
 
     /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.

@@ -90,7 +90,9 @@ pub(crate) fn to_py_err(error: Error) -> PyErr {
     }
     raise(error.to_string(), |found| match error {
         Error::NeverFits { .. } => &found.never_fits,
-        Error::UnknownHandle(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } => &found.unknown,
+        Error::UnknownHandle(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } | Error::UnknownPin(_) => {
+            &found.unknown
+        }
         Error::NotHeld(_) => &found.not_held,
         Error::SequenceInFlight(_)
         | Error::RequestInFlight(_)

@@ -10,6 +10,7 @@ mod config;
 mod cpu_ops;
 mod dlpack;
 mod errors;
+mod eviction;
 mod guard;
 mod manager;
 mod plan;

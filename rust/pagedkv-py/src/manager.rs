@@ -25,7 +25,7 @@ use crate::scheduler::{Span, counts, identity};
 pub(crate) struct KVCacheManager(Guarded<Core>);
 
 impl KVCacheManager {
-    fn call<R>(&self, call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>) -> PyResult<R> {
+    pub(crate) fn call<R>(&self, call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>) -> PyResult<R> {
         self.0.with(call)?.map_err(to_py_err)
     }
 }

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
 use crate::errors::{internal, invalid, to_py_err, unsupported};
+use crate::eviction::retention;
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
 use crate::policy::ask;
@@ -41,7 +42,7 @@ pub(crate) type Span = (u32, u32, Vec<u8>);
 /// `InternalError`, and so does every call after it.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Scheduler {
-    core: Arc<Guarded<Core>>,
+    pub(crate) core: Arc<Guarded<Core>>,
     inbox: Inbox,
     /// Gives the keys of waiting requests.
     policy: Option<Py<PyAny>>,
@@ -121,6 +122,11 @@ impl Scheduler {
     ///     Lower is more urgent; refused where the policy does not look at it.
     /// tenant : str, optional
     ///     Whose share the request counts against under the policy "fair".
+    /// cache_priority : int, optional
+    ///     From 0, which goes first, to 100: how its blocks are to be kept in the cache; 35 for those that do not say.
+    ///     Refused unless the eviction policy is "priority".
+    /// cache_ttl : float, optional
+    ///     Seconds after the release of a block for which `cache_priority` holds; for good by default.
     /// num_external_tokens, session
     ///     Refused by name when set.
     /// now : float, optional
@@ -142,7 +148,7 @@ impl Scheduler {
     #[pyo3(signature = (
         request_id, prompt_token_ids, *, max_tokens, n=1, stop_token_ids=None, min_tokens=0, priority=0, tenant=None,
         cache_salt=None, lora_id=None, image_spans=Vec::new(), use_prefix_cache=true, num_external_tokens=0,
-        needs_commit=false, session=false, now=None,
+        needs_commit=false, session=false, cache_priority=None, cache_ttl=None, now=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "the contract's keywords")]
     fn add_request(
@@ -162,6 +168,8 @@ impl Scheduler {
         num_external_tokens: u32,
         needs_commit: bool,
         session: bool,
+        cache_priority: Option<u8>,
+        cache_ttl: Option<f64>,
         now: Option<f64>,
     ) -> PyResult<i64> {
         let request = NewRequest {
@@ -176,6 +184,7 @@ impl Scheduler {
             arrival: now.map_or_else(|| monotonic(prompt_token_ids.py()), Ok)?,
             identity: identity(lora_id, cache_salt, image_spans)?,
             use_prefix_cache,
+            retention: retention(cache_priority, cache_ttl)?,
             num_external_tokens,
             needs_commit,
             session,
