@@ -82,7 +82,7 @@ def test_manager_pins_retains_and_forgets_too():
     manager.commit(plan)
     manager.free(sequence)
     manager.advance(10.0)
-    pin, num_tokens = manager.pin([1, 2], lora_id=3)
+    _, num_tokens = manager.pin([1, 2], lora_id=3)
     assert (num_tokens, manager.num_pinned) == (2, (1, 1))
     manager.invalidate_lora(3)
     assert manager.num_pinned == (0, 0)
