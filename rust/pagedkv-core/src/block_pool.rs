@@ -122,6 +122,14 @@ impl BlockPool {
         self.check(block).map(|()| self.blocks[block.index()].state)
     }
 
+    /// State and holders of every block, the null block included, in the order of their ids.
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub fn block_map(&self) -> impl ExactSizeIterator<Item = (BlockState, u32)> {
+        self.blocks.iter().map(|block| (block.state, block.ref_count))
+    }
+
     /// Fills `out` with blocks that the caller then holds; `None`, and nothing changed, if there are not enough.
     pub fn allocate(&mut self, out: &mut [BlockId]) -> Option<()> {
         if out.len() > self.num_available() as usize {

@@ -282,6 +282,11 @@ impl Default for SchedulerConfig {
 }
 
 impl SchedulerConfig {
+    /// Blocks that an admission leaves free.
+    pub(crate) fn watermark_blocks(&self, usable_blocks: u32) -> u32 {
+        (self.watermark * f64::from(usable_blocks)).ceil() as u32
+    }
+
     /// # Errors
     /// [`Error::InvalidArgument`] for a limit out of range, [`Error::Unsupported`] for draft tokens.
     pub fn validate(&self) -> Result<()> {

@@ -58,5 +58,8 @@ pub use identity::{Identity, ImageSpan, RootKey};
 pub use ids::{BlockId, Handle, NULL_BLOCK, PlanId, SequenceId};
 pub use invariants::BrokenLaw;
 pub use kv_cache_manager::{AllocatedSlots, BlockCopy, ComputedBlocks, KVCacheManager, PinId};
-pub use scheduler::{FinishReason, FinishedRequest, Fork, Inbox, NewRequest, Scheduler, StepResult};
+pub use scheduler::{
+    Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Reason, Scheduler, Snapshot,
+    StepResult,
+};
 pub use step_plan::{Change, Changes, StepPlan};

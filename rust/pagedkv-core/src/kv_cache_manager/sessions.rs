@@ -1,6 +1,9 @@
 //! Sequences that nobody plans: what a session keeps between two turns.
 
+use std::sync::Arc;
+
 use super::{KVCacheManager, Tail};
+use crate::identity::Tokens;
 
 impl KVCacheManager {
     /// Moves what a sequence has computed by plans that committed, its last token left out, to a sequence that a session
@@ -12,15 +15,25 @@ impl KVCacheManager {
         let sequence = &self.sequences[index];
         let num_computed = sequence.num_computed.min(sequence.tokens.len() - 1);
         let kept = self.fork_at(index).index as usize;
-        let sequence = &mut self.sequences[kept];
-        sequence.is_kept = true;
-        if sequence.num_scheduled > num_computed {
-            sequence.num_computed = num_computed;
-            sequence.tail = Tail::Cut;
-            self.shrink(kept, num_computed);
-        }
+        self.sequences[kept].is_kept = true;
+        self.cut_computed(kept, num_computed);
         self.remove(index);
         kept
+    }
+
+    /// Lets no more than `most` tokens of a sequence that no plan names count as computed.
+    pub(crate) fn cut_computed(&mut self, index: usize, most: u32) {
+        let sequence = &mut self.sequences[index];
+        if sequence.num_scheduled > most {
+            sequence.num_computed = most;
+            sequence.tail = Tail::Cut;
+            self.shrink(index, most);
+        }
+    }
+
+    /// Gives a sequence other tokens, which begin with all that it has computed.
+    pub(crate) fn set_tokens(&mut self, index: usize, tokens: Arc<[i32]>) {
+        self.sequences[index].tokens = Tokens::new(tokens);
     }
 
     /// The sequence goes on: its blocks are those of a block table again.

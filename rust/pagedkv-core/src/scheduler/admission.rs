@@ -73,7 +73,7 @@ impl Scheduler {
     }
 
     /// What of a waiting request is known and will be computed first, and the sequence that does it.
-    fn known(&mut self, slot: u32) -> (Want, usize) {
+    pub(super) fn known(&mut self, slot: u32) -> (Want, usize) {
         let leader = self.request(slot).leader();
         let index = self.ensure_sequence(slot, leader);
         let request = self.request(slot);
@@ -119,12 +119,12 @@ impl Scheduler {
     }
 
     /// Whether a waiting request comes before every running one: then a start must fit, nothing more.
-    fn is_first(&self, slot: u32) -> bool {
+    pub(super) fn is_first(&self, slot: u32) -> bool {
         self.running.first().is_none_or(|&first| self.request(first).order > self.request(slot).order)
     }
 
     /// How a waiting request goes on: its samples compute the prompt together unless some have blocks already.
-    fn first_stage(&self, slot: u32) -> Stage {
+    pub(super) fn first_stage(&self, slot: u32) -> Stage {
         let request = self.request(slot);
         if request.num_live == 1 {
             return Stage::Apart;
@@ -140,7 +140,7 @@ impl Scheduler {
     }
 
     /// Blocks that the other samples of a waiting request need for what they know, where each goes on by itself.
-    fn others_need(&mut self, slot: u32) -> u32 {
+    pub(super) fn others_need(&mut self, slot: u32) -> u32 {
         let request = self.request(slot);
         if request.num_live == 1 || self.first_stage(slot) == Stage::Prompt {
             return 0;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::request::NewRequest;
-use crate::config::{CacheConfig, SchedulerConfig};
+use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;
 
@@ -24,6 +24,7 @@ struct Known {
 
 #[derive(Debug, Default)]
 struct State {
+    limits: SchedulerConfig,
     /// Ids in use: that of a request whose abort was left is free again.
     by_id: HashMap<Arc<str>, Handle>,
     known: HashMap<Handle, Known>,
@@ -34,7 +35,9 @@ struct State {
 }
 
 impl State {
-    fn register(&mut self, request_id: &str, num_samples: u32) -> Result<Handle> {
+    fn register(&mut self, cache: &CacheConfig, request: &NewRequest) -> Result<Handle> {
+        request.validate_limits(cache, &self.limits)?;
+        let request_id = request.request_id.as_str();
         if self.by_id.contains_key(request_id) {
             return Err(Error::DuplicateRequest(request_id.into()));
         }
@@ -42,7 +45,7 @@ impl State {
         self.next_handle += 1;
         let id: Arc<str> = request_id.into();
         self.by_id.insert(id.clone(), handle);
-        self.known.insert(handle, Known { id, num_samples, is_resting: false });
+        self.known.insert(handle, Known { id, num_samples: request.n, is_resting: false });
         Ok(handle)
     }
 
@@ -59,13 +62,14 @@ impl State {
 #[derive(Clone, Debug)]
 pub struct Inbox {
     cache: Arc<CacheConfig>,
-    limits: Arc<SchedulerConfig>,
+    policy: Policy,
     state: Arc<Mutex<State>>,
 }
 
 impl Inbox {
     pub(super) fn new(cache: &CacheConfig, limits: &SchedulerConfig) -> Self {
-        Self { cache: Arc::new(cache.clone()), limits: Arc::new(limits.clone()), state: Arc::default() }
+        let state = State { limits: limits.clone(), ..State::default() };
+        Self { cache: Arc::new(cache.clone()), policy: limits.policy, state: Arc::new(Mutex::new(state)) }
     }
 
     /// Leaves a request; the next `schedule` takes it up.
@@ -73,11 +77,34 @@ impl Inbox {
     /// # Errors
     /// [`Error::NeverFits`], [`Error::DuplicateRequest`], [`Error::InvalidArgument`], [`Error::Unsupported`].
     pub fn add_request(&self, request: NewRequest) -> Result<Handle> {
-        request.validate(&self.cache, &self.limits)?;
+        request.validate(&self.cache, self.policy)?;
         let mut state = self.lock();
-        let handle = state.register(&request.request_id, request.n)?;
+        let handle = state.register(&self.cache, &request)?;
         state.commands.push(Command::Add(handle, Box::new(request)));
         Ok(handle)
+    }
+
+    /// Takes a request's name and gives it a handle; whoever calls takes it up.
+    pub(super) fn register(&self, request: &NewRequest) -> Result<Handle> {
+        request.validate(&self.cache, self.policy)?;
+        self.lock().register(&self.cache, request)
+    }
+
+    /// The request that has this id, its abort not being left.
+    pub fn find(&self, request_id: &str) -> Option<Handle> {
+        self.lock().by_id.get(request_id).copied()
+    }
+
+    /// Changes the limits by which requests are refused, unless one that waits here could not be kept under them.
+    pub(super) fn set_limits(&self, limits: &SchedulerConfig) -> Result<()> {
+        let mut state = self.lock();
+        for command in &state.commands {
+            if let Command::Add(_, request) = command {
+                request.validate_limits(&self.cache, limits)?;
+            }
+        }
+        state.limits = limits.clone();
+        Ok(())
     }
 
     /// Leaves the abort of a request, or of one of its samples. One that has ended already is left alone. The id of a

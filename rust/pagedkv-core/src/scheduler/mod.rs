@@ -14,9 +14,13 @@ mod beams;
 mod build;
 mod commit;
 mod drafts;
+mod explain;
 mod export;
+mod forecast;
+mod fork;
 mod hold;
 mod inbox;
+mod limits;
 mod order;
 mod pass;
 mod policy;
@@ -25,6 +29,7 @@ mod request;
 mod rollback;
 mod seats;
 mod sessions;
+mod snapshot;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -37,14 +42,17 @@ use crate::invariants::BrokenLaw;
 use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager, PinId};
 use crate::step_plan::{BufferPool, Change};
 pub use commit::{FinishedRequest, Fork, StepResult};
+pub use explain::{Explanation, Reason};
 use inbox::Command;
 pub use inbox::Inbox;
+pub use limits::LimitsUpdate;
 use pass::Entry;
 use policy::Order;
 pub use policy::{OrderPolicy, RequestView};
 pub use request::{FinishReason, NewRequest};
 use request::{Request, Stage};
 use seats::Seats;
+pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
 
 /// A sequence during one residence, and an entry of its block table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,6 +99,8 @@ pub struct Scheduler {
     manager: KVCacheManager,
     limits: SchedulerConfig,
     watermark_blocks: u32,
+    /// What the scheduler was made for: the block table has that many columns.
+    most_lookahead: u32,
     num_groups: u32,
     inbox: Inbox,
     commands: Vec<Command>,
@@ -136,7 +146,8 @@ impl Scheduler {
         Ok(Self {
             manager,
             limits: limits.clone(),
-            watermark_blocks: (limits.watermark * f64::from(cache.usable_blocks())).ceil() as u32,
+            watermark_blocks: limits.watermark_blocks(cache.usable_blocks()),
+            most_lookahead: limits.lookahead,
             num_groups: cache.layout()?.tables().len() as u32,
             inbox: Inbox::new(cache, limits),
             commands: Vec::new(),

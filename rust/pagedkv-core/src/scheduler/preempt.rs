@@ -53,7 +53,7 @@ impl Scheduler {
             let (needed, is_partial) = self.admission_needs(slot, pass.budget);
             let pool = self.manager.pool();
             let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
-            let will_have_seats = num_seats <= self.seats.num_free() + self.seats.num_fenced();
+            let will_have_seats = num_seats <= self.seats.num_coming();
             let will_have_room = needed <= pool.num_available() + pool.num_fenced();
             let victim = match (may_start && will_have_seats, will_have_room) {
                 (true, true) => None,
@@ -69,7 +69,7 @@ impl Scheduler {
     }
 
     /// The running request that gives way first to a waiting one.
-    fn gives_way(&self, order: Order) -> Option<u32> {
+    pub(super) fn gives_way(&self, order: Order) -> Option<u32> {
         let &last = self.running.last()?;
         if self.request(last).order > order {
             return Some(last);
@@ -78,14 +78,14 @@ impl Scheduler {
     }
 
     /// Whoever comes last in the order and behind `order` of those that have blocks.
-    fn last_behind(&self, order: Order) -> Option<u32> {
+    pub(super) fn last_behind(&self, order: Order) -> Option<u32> {
         let running = self.running.last().copied().filter(|&last| self.request(last).order > order);
         let keeper = self.last_keeper_behind(order);
         [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
     }
 
     /// The last held request that runs, another one than `slot`.
-    fn last_held(&self, slot: u32) -> Option<u32> {
+    pub(super) fn last_held(&self, slot: u32) -> Option<u32> {
         self.running.iter().rev().copied().find(|&other| other != slot && self.request(other).is_held)
     }
 

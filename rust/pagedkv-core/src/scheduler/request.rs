@@ -72,8 +72,9 @@ impl NewRequest {
         }
     }
 
-    pub(super) fn validate(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
-        self.refuse_unsupported(limits.policy)?;
+    /// Checks all but what the limits say, which may change.
+    pub(super) fn validate(&self, cache: &CacheConfig, policy: Policy) -> Result<()> {
+        self.refuse_unsupported(policy)?;
         crate::kv_cache_manager::check_identity(&self.identity)?;
         if let Some(retention) = self.retention {
             retention.validate()?;
@@ -101,6 +102,14 @@ impl NewRequest {
         if self.max_tokens == 0 {
             return invalid("max_tokens", "at least 1", 0);
         }
+        Ok(())
+    }
+
+    /// Checks what the limits say.
+    ///
+    /// # Complexity
+    /// O(1).
+    pub(super) fn validate_limits(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
         if !(1..=limits.max_num_seqs).contains(&self.n) {
             return invalid("n", format!("1 to {} (max_num_seqs)", limits.max_num_seqs), self.n);
         }

@@ -20,6 +20,8 @@ const EMPTY: Seat = Seat { row: NONE, slot: NONE, sample: 0, is_announced: false
 #[derive(Debug)]
 pub(super) struct Seats {
     num_rows: u32,
+    /// Rows that may be taken.
+    limit: u32,
     /// The row that is taken next is last.
     free: Vec<u32>,
     /// Rows that plans in flight name.
@@ -32,6 +34,7 @@ impl Seats {
     pub(super) fn new(num_rows: u32) -> Self {
         Self {
             num_rows,
+            limit: num_rows,
             free: (0..num_rows).rev().collect(),
             fenced: Vec::new(),
             by_sequence: Vec::new(),
@@ -39,8 +42,22 @@ impl Seats {
         }
     }
 
+    pub(super) fn num_rows(&self) -> u32 {
+        self.num_rows
+    }
+
+    /// Changes how many rows may be taken; those that are taken stay so.
+    pub(super) fn set_limit(&mut self, limit: u32) {
+        self.limit = limit;
+    }
+
     pub(super) fn num_free(&self) -> u32 {
-        self.free.len() as u32
+        (self.limit + self.free.len() as u32).saturating_sub(self.num_rows)
+    }
+
+    /// Rows that may be taken when the plans in flight have ended.
+    pub(super) fn num_coming(&self) -> u32 {
+        (self.limit + self.free.len() as u32 + self.num_fenced()).saturating_sub(self.num_rows)
     }
 
     pub(super) fn num_fenced(&self) -> u32 {

@@ -121,25 +121,31 @@ impl Scheduler {
             let expected = format!("all tokens + max_tokens of at most {} (max_model_len)", self.limits.max_model_len);
             return invalid("max_tokens", expected, format!("{known} + {max_tokens}"));
         }
-        let needed = self.blocks_at_the_longest(slot, number, known as u64 + u64::from(max_tokens));
+        if request.num_live + 1 > self.limits.max_num_seqs {
+            let expected = format!("at most {} (max_num_seqs) samples that go on together", self.limits.max_num_seqs);
+            return invalid("sequence", expected, format!("one more than {}", request.num_live));
+        }
+        let turn = (number, known as u32 + max_tokens);
+        let needed = self.blocks_at_the_longest(slot, Some(turn), self.limits.lookahead);
         let usable = u64::from(self.inbox.usable_blocks());
         if needed > usable { Err(Error::NeverFits { needed, usable }) } else { Ok(()) }
     }
 
-    /// Blocks that a request may come to hold if one of its samples grows to `longest` tokens: each sample that goes on
-    /// for itself, since it may have to compute the prompt anew, and those that the others keep.
-    fn blocks_at_the_longest(&self, slot: u32, sample: usize, longest: u64) -> u64 {
-        let blocks = |tokens: u64| {
-            let slots = tokens - 1 + u64::from(self.limits.lookahead);
-            slots.div_ceil(u64::from(self.manager.block_size))
-        };
+    /// Blocks that a request may come to hold: full prompt blocks once, the rest once per sample that goes on, and what its
+    /// other samples keep. A session's samples count in full: one may have to compute the prompt anew while another keeps
+    /// it. `turn` is a sample that is to go on, and its tokens at the longest.
+    pub(super) fn blocks_at_the_longest(&self, slot: u32, turn: Option<(usize, u32)>, lookahead: u32) -> u64 {
         let request = self.request(slot);
-        let others = request.samples.iter().enumerate().filter(|&(number, _)| number != sample);
+        let block_size = self.manager.block_size;
+        let shared = if request.is_session { 0 } else { u64::from(request.prompt_len() / block_size) };
+        let blocks = |longest: u32| (u64::from(longest - 1) + u64::from(lookahead)).div_ceil(u64::from(block_size));
+        let begins = |number: usize| turn.is_some_and(|(sample, _)| sample == number);
+        let others = request.samples.iter().enumerate().filter(|&(number, _)| !begins(number));
         let going_on = others.clone().filter(|(_, other)| other.finish.is_none());
-        let going_on: u64 =
-            going_on.map(|(_, other)| blocks(u64::from(other.turn_start) + u64::from(other.max_tokens))).sum();
-        let kept = others.filter(|(_, other)| other.is_kept).map(|(_, other)| other.sequence);
-        blocks(longest) + going_on + u64::from(self.manager.num_distinct_blocks(kept.filter(|&kept| kept != NONE)))
+        let lengths = going_on.map(|(_, other)| other.most_computed() + 1).chain(turn.map(|(_, longest)| longest));
+        let kept = others.filter(|(_, other)| other.is_kept && other.sequence != NONE).map(|(_, other)| other.sequence);
+        let kept = u64::from(self.manager.num_distinct_blocks(kept));
+        shared + lengths.map(|longest| blocks(longest) - shared).sum::<u64>() + kept
     }
 
     fn num_tokens_of(&self, slot: u32, sample: usize) -> u32 {
