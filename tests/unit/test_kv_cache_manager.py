@@ -134,3 +134,61 @@ def test_manager_forgets_prefixes_on_reset(manager):
 def test_manager_refuses_images_that_overlap(manager):
     with pytest.raises(InvalidArgumentError, match="image_spans"):
         manager.create(PROMPT, image_spans=[(0, 4, b"a"), (2, 2, b"b")])
+
+
+@pytest.mark.parametrize(("num_accepted", "num_computed", "hit"), [(0, 10, 8), (1, 11, 8), (2, 12, 12)])
+def test_manager_counts_draft_tokens_as_computed_as_far_as_they_were_accepted(manager, num_accepted, num_computed, hit):
+    drafts = [90, 91]
+    sequence = manager.create(PROMPT)
+    plan = manager.begin_plan()
+    slots = manager.allocate_slots(sequence, 10, num_draft_tokens=2)
+    assert len(slots.slot_mapping) == 12
+    manager.append_tokens(sequence, [*drafts[:num_accepted], 7, 7], num_accepted=num_accepted)
+    manager.commit(plan)
+    assert manager.num_computed_tokens(sequence) == num_computed
+    other = manager.create([*PROMPT, *drafts, 7, 7, 7])
+    assert manager.get_computed_blocks(other).num_tokens == hit
+
+
+def test_manager_refuses_tokens_that_no_plan_in_flight_will_sample(manager):
+    sequence = manager.create(PROMPT)
+    first = manager.begin_plan()
+    with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected 1 to 10"):
+        manager.allocate_slots(sequence, 11)
+    manager.allocate_slots(sequence, 10)
+    manager.begin_plan()
+    with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected 1 to 1"):
+        manager.allocate_slots(sequence, 2)
+    assert len(manager.allocate_slots(sequence, 1).slot_mapping) == 1
+    manager.commit(first)
+
+
+def test_manager_takes_back_slots_of_tokens_that_nobody_told(manager):
+    sequence = manager.create(PROMPT[:4])
+    first, second = (manager.begin_plan(), manager.allocate_slots(sequence, 4))[0], manager.begin_plan()
+    manager.allocate_slots(sequence, 1)
+    manager.commit(first)
+    manager.commit(second)
+    assert (manager.num_computed_tokens(sequence), len(manager.block_table(sequence))) == (4, 1)
+
+
+def test_manager_refuses_a_commit_that_a_later_plan_needs_tokens_of(manager):
+    sequence = manager.create(PROMPT[:4])
+    first, _ = manager.begin_plan(), manager.allocate_slots(sequence, 4)
+    second, _ = manager.begin_plan(), manager.allocate_slots(sequence, 1)
+    manager.begin_plan()
+    manager.allocate_slots(sequence, 1)
+    manager.commit(first)
+    with pytest.raises(StateError, match="append them before the commit"):
+        manager.commit(second)
+    manager.append_tokens(sequence, [7])
+    manager.commit(second)
+
+
+@pytest.mark.parametrize("tokens", [[3, -1], np.array([3, -1], np.int32)], ids=["list", "array"])
+def test_manager_refuses_negative_tokens(manager, tokens):
+    with pytest.raises(InvalidArgumentError, match=r"prompt_token_ids\[1\]: .* found -1"):
+        manager.create(tokens)
+    sequence = manager.create(PROMPT)
+    with pytest.raises(InvalidArgumentError, match=r"token_ids\[1\]: .* found -1"):
+        manager.append_tokens(sequence, tokens)

@@ -16,6 +16,18 @@ pub enum Error {
         /// What came.
         found: String,
     },
+    /// An element of an argument outside its range.
+    #[error("{argument}[{index}]: expected {expected}, found {found}")]
+    InvalidElement {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Which element.
+        index: usize,
+        /// What it must be.
+        expected: String,
+        /// What came.
+        found: String,
+    },
     /// A request that no empty pool could hold.
     #[error("request needs {needed} blocks at its longest, the pool has {usable} usable ones")]
     NeverFits {
@@ -61,6 +73,9 @@ pub enum Error {
         /// Its sample.
         sample: u32,
     },
+    /// A plan behind the one that was to end stands on tokens that nobody told.
+    #[error("sequence {0} is in a later plan, behind tokens that this one computed: append them before the commit")]
+    UntoldTokens(u64),
     /// Plans end in the order in which they were made.
     #[error("plan {} cannot end now: the oldest plan in flight is {}", .found.get(), .oldest.get())]
     PlanOutOfOrder {
@@ -103,6 +118,15 @@ pub(crate) fn reserve<T>(what: &'static str, len: usize) -> Result<Vec<T>> {
     let bytes = len.saturating_mul(size_of::<T>());
     vector.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes })?;
     Ok(vector)
+}
+
+pub(crate) fn invalid_element<T>(
+    argument: &'static str,
+    index: usize,
+    expected: impl Into<String>,
+    found: impl std::fmt::Display,
+) -> Result<T> {
+    Err(Error::InvalidElement { argument, index, expected: expected.into(), found: format!("{found}") })
 }
 
 pub(crate) fn invalid<T>(

@@ -150,6 +150,8 @@ impl KVCacheManager {
             })?;
             let order = sequence.num_computed <= sequence.num_scheduled;
             require(order, 5, || format!("{} tokens computed, fewer scheduled", sequence.num_computed))?;
+            let open = sequence.num_scheduled - sequence.num_computed;
+            require(sequence.num_drafts <= open, 5, || format!("{} guesses, {open} tokens open", sequence.num_drafts))?;
         }
         Ok(())
     }

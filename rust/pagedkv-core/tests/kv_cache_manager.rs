@@ -49,7 +49,7 @@ fn kv_cache_manager_counts_cached_blocks_that_it_hits_as_taken() {
 #[test]
 fn kv_cache_manager_restores_the_whole_pool_when_everything_is_freed() {
     let mut manager = manager(2, 8);
-    let parent = create(&mut manager, &[0; 5]);
+    let parent = create(&mut manager, &[0; 6]);
     compute(&mut manager, parent, 5);
     let child = manager.fork(parent).unwrap();
     compute(&mut manager, child, 1);
@@ -107,7 +107,7 @@ fn fork_of_a_sequence_in_flight_is_refused() {
 #[test]
 fn writers_of_a_shared_block_copy_it_but_for_the_last() {
     let mut manager = manager(4, 8);
-    let first = create(&mut manager, &[0; 2]);
+    let first = create(&mut manager, &[0; 3]);
     compute(&mut manager, first, 2);
     let sharers = [first, manager.fork(first).unwrap(), manager.fork(first).unwrap()];
     manager.begin_plan();
@@ -118,7 +118,7 @@ fn writers_of_a_shared_block_copy_it_but_for_the_last() {
 #[test]
 fn sole_owner_of_a_block_writes_into_it_without_a_copy() {
     let mut manager = manager(4, 8);
-    let parent = create(&mut manager, &[0; 2]);
+    let parent = create(&mut manager, &[0; 3]);
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
     manager.free(parent).unwrap();
@@ -129,7 +129,7 @@ fn sole_owner_of_a_block_writes_into_it_without_a_copy() {
 #[test]
 fn forks_that_part_on_a_block_border_copy_nothing() {
     let mut manager = manager(2, 8);
-    let parent = create(&mut manager, &[0; 2]);
+    let parent = create(&mut manager, &[0; 3]);
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
     manager.begin_plan();
@@ -140,7 +140,7 @@ fn forks_that_part_on_a_block_border_copy_nothing() {
 #[test]
 fn growth_that_has_no_room_for_its_copy_answers_none() {
     let mut manager = manager(4, 1);
-    let parent = create(&mut manager, &[0; 2]);
+    let parent = create(&mut manager, &[0; 3]);
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
     manager.begin_plan();
@@ -267,7 +267,7 @@ fn block_released_while_a_plan_in_flight_names_it_waits_for_that_plan() {
 #[test]
 fn source_of_a_copy_waits_for_the_plan_that_reads_it() {
     let mut manager = manager(4, 8);
-    let parent = create(&mut manager, &[0; 2]);
+    let parent = create(&mut manager, &[0; 3]);
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
     manager.begin_plan();

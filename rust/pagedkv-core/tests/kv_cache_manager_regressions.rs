@@ -2,7 +2,7 @@
 
 mod scene;
 
-use pagedkv_core::Error;
+use pagedkv_core::{ComputedBlocks, Error};
 use scene::{compute, create, grow, grow_anew, num_hit_tokens, table};
 
 #[test]
@@ -29,7 +29,9 @@ fn sequence_that_waited_through_a_reset_did_not_share_what_it_computed_after_it(
 fn fork_of_a_sequence_with_a_token_computed_and_not_told_broke_law_3() {
     let mut manager = scene::manager(2, 15);
     let parent = create(&mut manager, &[0]);
-    compute(&mut manager, parent, 2);
+    let plan = manager.begin_plan();
+    manager.allocate_slots_with_drafts(parent, 1, 1, &ComputedBlocks::default()).unwrap();
+    manager.commit(plan).unwrap();
     let child = manager.fork(parent).unwrap();
     manager.append_tokens(parent, &[0]).unwrap();
     manager.append_tokens(child, &[1]).unwrap();
@@ -157,4 +159,26 @@ fn rollback_left_computed_blocks_behind_that_nobody_could_find() {
     grow(&mut manager, large, 2).unwrap();
     manager.rollback(plan).unwrap();
     assert_eq!(manager.check_integrity(), Ok(()));
+}
+
+#[test]
+fn slots_beyond_the_known_tokens_counted_as_computed_for_tokens_that_came_later() {
+    let mut manager = scene::manager(2, 15);
+    let sequence = create(&mut manager, &[0]);
+    let plan = manager.begin_plan();
+    let _ = manager.allocate_slots(sequence, 2, &ComputedBlocks::default());
+    manager.commit(plan).unwrap();
+    manager.append_tokens(sequence, &[1]).unwrap();
+    let later = create(&mut manager, &[0, 1, 2]);
+    assert_eq!(num_hit_tokens(&manager, later), 0, "nobody computed token 1");
+}
+
+#[test]
+fn negative_token_ids_were_taken_and_shared() {
+    let mut manager = scene::manager(2, 15);
+    let refused = manager.create([0, -1].into(), pagedkv_core::Identity::default().into(), true);
+    assert!(refused.is_err(), "-1 stands for no token");
+    let sequence = create(&mut manager, &[0]);
+    assert!(manager.append_tokens(sequence, &[1, -7]).is_err());
+    assert_eq!(manager.num_tokens(sequence), Ok(1));
 }

@@ -101,6 +101,7 @@ pub(crate) fn to_py_err(error: Error) -> PyErr {
         | Error::PlanNotInFlight(_)
         | Error::TooManyPlans(_)
         | Error::NoPlan
+        | Error::UntoldTokens(_)
         | Error::StaleComputedBlocks => &found.state,
         Error::Unsupported(_) => &found.unsupported,
         _ => &found.invalid,

@@ -62,9 +62,20 @@ impl KVCacheManager {
     }
 
     /// Add known tokens to the end of a sequence.
-    fn append_tokens(&self, sequence: u64, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+    ///
+    /// Parameters
+    /// ----------
+    /// sequence : int
+    ///     The sequence.
+    /// token_ids : array of int32 or int64, shape (num_tokens,), or sequence of int
+    ///     At places that a plan in flight computes, what it computed there.
+    /// num_accepted : int
+    ///     How many of the draft tokens at these places hold: they count as computed when their plan commits. The slots of
+    ///     the others are taken back.
+    #[pyo3(signature = (sequence, token_ids, *, num_accepted=0))]
+    fn append_tokens(&self, sequence: u64, token_ids: &Bound<'_, PyAny>, num_accepted: u32) -> PyResult<()> {
         let tokens = ids("token_ids", token_ids)?;
-        self.call(|core| core.append_tokens(SequenceId::from_bits(sequence), &tokens))
+        self.call(|core| core.append_accepted(SequenceId::from_bits(sequence), &tokens, num_accepted))
     }
 
     /// The longest cached prefix from where the sequence stands; nothing is changed. At least one token is left over.
@@ -79,24 +90,39 @@ impl KVCacheManager {
 
     /// Slots for a sequence's next tokens in the newest plan, after the blocks of `computed`.
     ///
+    /// Parameters
+    /// ----------
+    /// sequence : int
+    ///     The sequence.
+    /// num_new_tokens : int
+    ///     Tokens that the plan computes: known ones, and one for each older plan in flight that samples for the sequence.
+    /// computed : ComputedBlocks, optional
+    ///     What `get_computed_blocks` found, with no other change since.
+    /// num_draft_tokens : int
+    ///     Guesses behind them, which `append_tokens(..., num_accepted=)` settles.
+    ///
     /// Returns
     /// -------
     /// AllocatedSlots or None
     ///     None, and nothing changed, if there is no room.
-    #[pyo3(signature = (sequence, num_new_tokens, computed=None))]
+    #[pyo3(signature = (sequence, num_new_tokens, computed=None, *, num_draft_tokens=0))]
     fn allocate_slots(
         &self,
         sequence: u64,
         num_new_tokens: u32,
         computed: Option<&ComputedBlocks>,
+        num_draft_tokens: u32,
     ) -> PyResult<Option<AllocatedSlots>> {
         let none = CoreComputed::default();
         let computed = computed.map_or(&none, |computed| &computed.0);
-        let slots = self.call(|core| core.allocate_slots(SequenceId::from_bits(sequence), num_new_tokens, computed))?;
+        let id = SequenceId::from_bits(sequence);
+        let slots =
+            self.call(|core| core.allocate_slots_with_drafts(id, num_new_tokens, num_draft_tokens, computed))?;
         Ok(slots.map(AllocatedSlots))
     }
 
-    /// End the oldest plan: what it filled is public.
+    /// End the oldest plan: what it filled is public. Tokens that nobody told by now, and draft tokens that nobody
+    /// accepted, do not count.
     fn commit(&self, plan: u64) -> PyResult<()> {
         self.call(|core| core.commit(PlanId::new(plan)))
     }

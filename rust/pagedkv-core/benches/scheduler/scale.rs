@@ -1,11 +1,12 @@
 //! What the size of the pool costs: in cache, and out of it.
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::Instant;
 
 use pagedkv_core::{BlockPool, CacheConfig, ComputedBlocks, KVCacheManager, NULL_BLOCK, SequenceId};
 
-use crate::blocks::{BATCH, create, cycle, free_shuffled, grow};
+use crate::blocks::{BATCH, cycle, free_shuffled, grow};
 use crate::samples::{Line, Random, micros_each, quantile};
 
 const SMALL: u32 = 10_000;
@@ -81,8 +82,10 @@ fn shuffled_manager(num_blocks: u32) -> KVCacheManager {
     let mut manager = KVCacheManager::new(&CacheConfig::new(num_blocks)).expect("a valid config");
     let mut random = Random(2);
     let nothing = ComputedBlocks::default();
+    // No sequence gets twice its share of the blocks and 64 more.
+    let longest = (2 * num_blocks as usize / NUM_SEQUENCES + 64) * BLOCK_SIZE as usize;
     for _ in 0..2 {
-        let sequences: Vec<_> = (0..NUM_SEQUENCES).map(|_| create(&mut manager, &[0], false)).collect();
+        let sequences = create_all(&mut manager, NUM_SEQUENCES, longest);
         let mut is_full = false;
         while !is_full {
             let plan = manager.begin_plan();
@@ -100,7 +103,7 @@ fn shuffled_manager(num_blocks: u32) -> KVCacheManager {
 
 /// One block's worth of decode slots for 1,024 sequences, whose blocks then return to where they came from.
 fn decode_cycle(manager: &mut KVCacheManager) -> f64 {
-    let sequences = decoding(manager);
+    let sequences = create_all(manager, BATCH, BLOCK_SIZE as usize);
     let micros: f64 = (0..BLOCK_SIZE).map(|_| grow(manager, &sequences, 1)).sum();
     sequences.into_iter().rev().for_each(|sequence| manager.free(sequence).expect("the sequence lives"));
     micros / f64::from(BLOCK_SIZE)
@@ -108,15 +111,16 @@ fn decode_cycle(manager: &mut KVCacheManager) -> f64 {
 
 /// Decode slots for 1,024 sequences that grow through the pool. A sample is the mean over the steps of a block.
 fn decode_through(manager: &mut KVCacheManager) -> Vec<f64> {
-    let sequences = decoding(manager);
+    let sequences = create_all(manager, BATCH, NUM_COLD_STEPS as usize);
     let mut decode_block =
         |_| (0..BLOCK_SIZE).map(|_| grow(manager, &sequences, 1)).sum::<f64>() / f64::from(BLOCK_SIZE);
     (0..NUM_COLD_STEPS / BLOCK_SIZE).map(&mut decode_block).collect()
 }
 
-/// Sequences outside the prefix cache: what they free is free at once.
-fn decoding(manager: &mut KVCacheManager) -> Vec<SequenceId> {
-    (0..BATCH).map(|_| create(manager, &[0], false)).collect()
+/// Sequences of one and the same prompt outside the prefix cache: what they free is free at once.
+fn create_all(manager: &mut KVCacheManager, count: usize, num_tokens: usize) -> Vec<SequenceId> {
+    let prompt: Arc<[i32]> = vec![0; num_tokens].into();
+    (0..count).map(|_| manager.create(prompt.clone(), Arc::default(), false).expect("a prompt has tokens")).collect()
 }
 
 /// Microseconds of a load whose address the load before it told, from one line of 64 bytes per block of the large pool.

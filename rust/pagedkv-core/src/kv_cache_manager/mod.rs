@@ -5,6 +5,7 @@
 //! becomes public in the prefix cache when the plan that fills it commits; until then only sequences of that plan and
 //! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
 
+mod coming;
 mod matching;
 mod pins;
 mod plan;
@@ -17,9 +18,9 @@ use smallvec::SmallVec;
 
 use crate::block_pool::BlockPool;
 use crate::config::{CacheConfig, EvictionPolicy, Retention};
-use crate::error::{Error, Result, invalid};
+use crate::error::{Error, Result, invalid, invalid_element};
 use crate::identity::{Identity, Tokens};
-use crate::ids::{BlockId, NodeId, SequenceId};
+use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
 pub(crate) use matching::Match;
 pub use pins::PinId;
 pub(crate) use pins::Pins;
@@ -96,12 +97,14 @@ impl KVCacheManager {
     /// A sequence of these tokens, none of them computed. It holds no block yet.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for no tokens, or images that overlap or are out of order.
+    /// [`Error::InvalidArgument`] for no tokens, or images that overlap or are out of order; [`Error::InvalidElement`]
+    /// for a negative token.
     pub fn create(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>, uses_cache: bool) -> Result<SequenceId> {
         check_identity(&identity)?;
         if tokens.is_empty() || tokens.len() > i32::MAX as usize {
-            return invalid("tokens", "1 to 2^31 - 1 token ids", tokens.len());
+            return invalid("prompt_token_ids", "1 to 2^31 - 1 token ids", tokens.len());
         }
+        check_tokens("prompt_token_ids", &tokens)?;
         let root = self.pool.hold_root(&identity.root);
         Ok(self.insert(Tokens::new(tokens), identity, uses_cache && self.caching, root))
     }
@@ -128,16 +131,6 @@ impl KVCacheManager {
     /// O(log blocks) per priority that falls.
     pub fn advance(&mut self, now: f64) {
         self.pool.advance(now);
-    }
-
-    /// Adds known tokens to the end of a sequence; they are not computed yet.
-    ///
-    /// # Errors
-    /// [`Error::UnknownSequence`].
-    pub fn append_tokens(&mut self, sequence: SequenceId, tokens: &[i32]) -> Result<()> {
-        let index = self.find(sequence)?;
-        tokens.iter().for_each(|&token| self.append_token(index, token));
-        Ok(())
     }
 
     /// A second sequence with the same tokens and blocks, computed as far as its tokens are known. It takes no block: the
@@ -364,6 +357,7 @@ impl KVCacheManager {
         let sequence = &mut self.sequences[index];
         sequence.num_computed = 0;
         sequence.in_flight.clear();
+        sequence.num_drafts = 0;
         sequence.epoch += 1;
         sequence.tail = Tail::Own;
         before - self.pool.num_held()
@@ -420,6 +414,8 @@ impl KVCacheManager {
             num_computed: 0,
             num_scheduled: 0,
             in_flight: SmallVec::new(),
+            num_drafts: 0,
+            drafts_at: (PlanId::default(), 0),
             root,
             path: root,
             path_len: 0,
@@ -450,6 +446,13 @@ impl KVCacheManager {
     fn find_idle(&self, id: SequenceId) -> Result<usize> {
         let index = self.find(id)?;
         if self.sequences[index].in_flight.is_empty() { Ok(index) } else { Err(Error::SequenceInFlight(id.to_bits())) }
+    }
+}
+
+pub(crate) fn check_tokens(argument: &'static str, tokens: &[i32]) -> Result<()> {
+    match tokens.iter().position(|&token| token < 0) {
+        Some(index) => invalid_element(argument, index, "a token id of at least 0", tokens[index]),
+        None => Ok(()),
     }
 }
 

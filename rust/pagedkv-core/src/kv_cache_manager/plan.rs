@@ -1,7 +1,7 @@
 //! Growth inside plans, and what is kept to undo it.
 
 use super::{ComputedBlocks, KVCacheManager, Sequence, Tail};
-use crate::error::{Error, Result, invalid};
+use crate::error::{Error, Result};
 use crate::ids::{BlockId, NO_NODE, PlanId, SequenceId};
 
 /// A block that was copied because the sequence had to write into one that others need.
@@ -18,15 +18,17 @@ pub struct BlockCopy {
 /// One growth of one sequence in a plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Growth {
-    sequence: u32,
+    pub(super) sequence: u32,
     epoch: u32,
     /// Computed length before, where writing starts (hits lie between), and after.
     before: u32,
     start: u32,
-    after: u32,
+    pub(super) after: u32,
     copy: Option<BlockCopy>,
     /// What the tail was before; a copy by which it became the sequence's own goes back, and so do those of others.
     tail: Tail,
+    /// Whether its last tokens were guesses.
+    pub(super) has_drafts: bool,
 }
 
 impl Growth {
@@ -36,7 +38,7 @@ impl Growth {
     }
 
     /// Whether the sequence still has the blocks that the growth speaks of.
-    fn is_of(&self, sequences: &[Sequence]) -> bool {
+    pub(super) fn is_of(&self, sequences: &[Sequence]) -> bool {
         sequences[self.sequence as usize].epoch == self.epoch
     }
 }
@@ -78,60 +80,56 @@ impl KVCacheManager {
     }
 
     /// Gives a sequence slots for its next `num_new_tokens` tokens in the newest plan, after the blocks of `computed`.
-    ///
-    /// `None`, and nothing changed, if there is no room. Tokens beyond the known ones may be included: those that the
-    /// plan in flight before this one will sample.
+    /// See [`Self::allocate_slots_with_drafts`].
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::NoPlan`], [`Error::StaleComputedBlocks`], [`Error::InvalidArgument`] for no
-    /// tokens.
+    /// Those of [`Self::allocate_slots_with_drafts`].
     ///
     /// # Complexity
-    /// O(new blocks + hit blocks).
+    /// O(new tokens + hit blocks).
     pub fn allocate_slots(
         &mut self,
         sequence: SequenceId,
         num_new_tokens: u32,
         computed: &ComputedBlocks,
     ) -> Result<Option<AllocatedSlots>> {
-        let index = self.find(sequence)?;
-        if self.plans.is_empty() {
-            return Err(Error::NoPlan);
-        }
-        let is_fresh = computed.sequence == Some(sequence) && computed.stamp == self.pool.stamp;
-        if computed.num_tokens > 0 && !is_fresh {
-            return Err(Error::StaleComputedBlocks);
-        }
-        let start = self.sequences[index].num_scheduled + computed.num_tokens;
-        if num_new_tokens == 0 || start.checked_add(num_new_tokens).is_none_or(|end| end > i32::MAX as u32) {
-            return invalid("num_new_tokens", "at least 1, and a length below 2^31", num_new_tokens);
-        }
-        if self.blocks_needed(index, num_new_tokens, computed) > self.pool.num_available() {
-            return Ok(None);
-        }
-        let extension = self.extend(index, num_new_tokens, computed);
-        let table = &self.sequences[index].table;
-        let slot = |position: u32| {
-            let block = table[(position / self.block_size) as usize];
-            i64::from(block.get()) * i64::from(self.block_size) + i64::from(position % self.block_size)
-        };
-        let slot_mapping = (start..start + num_new_tokens).map(slot).collect();
-        Ok(Some(AllocatedSlots { slot_mapping, copy: extension.copy }))
+        self.allocate_slots_with_drafts(sequence, num_new_tokens, 0, computed)
     }
 
-    /// Ends the oldest plan: its tokens are computed and the blocks that they filled are public.
+    /// Ends the oldest plan: its tokens are computed and the blocks that they filled are public. Tokens that nobody told
+    /// by now, and draft tokens that nobody accepted, do not count: their slots are taken back.
+    ///
+    /// # Errors
+    /// [`Error::PlanOutOfOrder`], [`Error::PlanNotInFlight`]; [`Error::UntoldTokens`] where a later plan stands on tokens
+    /// that nobody told.
+    pub fn commit(&mut self, plan: PlanId) -> Result<()> {
+        self.check_oldest(plan)?;
+        self.check_told()?;
+        self.end_oldest(true);
+        Ok(())
+    }
+
+    /// Ends the oldest plan for a scheduler, which tells its tokens, and rejects its drafts, right afterwards.
     ///
     /// # Errors
     /// [`Error::PlanOutOfOrder`], [`Error::PlanNotInFlight`].
-    pub fn commit(&mut self, plan: PlanId) -> Result<()> {
+    pub(crate) fn end_plan(&mut self, plan: PlanId) -> Result<()> {
         self.check_oldest(plan)?;
+        self.end_oldest(false);
+        Ok(())
+    }
+
+    fn end_oldest(&mut self, drops_untold: bool) {
         let mut record = self.plans.pop_front().expect("the plan is in flight");
         for growth in record.growths.drain(..) {
             let sequence = &mut self.sequences[growth.sequence as usize];
             if sequence.epoch == growth.epoch {
                 sequence.num_computed = growth.after;
-                if sequence.in_flight.first().is_some_and(|&(named_by, _)| named_by == plan) {
+                if sequence.in_flight.first().is_some_and(|&(named_by, _)| named_by == record.id) {
                     sequence.in_flight.remove(0);
+                }
+                if drops_untold {
+                    self.drop_untold(growth.sequence as usize);
                 }
             }
         }
@@ -140,7 +138,6 @@ impl KVCacheManager {
         }
         self.pool.end_oldest_plan();
         self.spare_records.push(record);
-        Ok(())
     }
 
     /// Undoes a plan in flight and every plan behind it: growth, copies, and holds on hit blocks. Evictions stay.
@@ -195,7 +192,16 @@ impl KVCacheManager {
             Some(last) if last.0 == plan => last.1 = after,
             _ => sequence.in_flight.push((plan, after)),
         }
-        let growth = Growth { sequence: index as u32, epoch: sequence.epoch, before, start, after, copy, tail };
+        let growth = Growth {
+            sequence: index as u32,
+            epoch: sequence.epoch,
+            before,
+            start,
+            after,
+            copy,
+            tail,
+            has_drafts: false,
+        };
         self.plans.back_mut().expect("a plan is open").growths.push(growth);
         self.register_filled(index);
         Extension { copy, first_new_column }
@@ -322,6 +328,10 @@ impl KVCacheManager {
             self.shrink(index, growth.before);
             let sequence = &mut self.sequences[index];
             sequence.tail = growth.tail;
+            if growth.has_drafts {
+                self.forget_drafts(index);
+            }
+            let sequence = &mut self.sequences[index];
             if let Some(BlockCopy { column, source, target }) = growth.copy {
                 sequence.table[column as usize] = source;
                 self.pool.hold(source);

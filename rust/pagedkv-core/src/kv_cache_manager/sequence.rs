@@ -33,6 +33,11 @@ pub(crate) struct Sequence {
     pub(crate) num_scheduled: u32,
     /// Plans in flight that name the sequence, oldest first, with the computed length after each.
     pub(crate) in_flight: SmallVec<[(PlanId, u32); 2]>,
+    /// The last scheduled tokens are so many guesses of the newest plan, of which nobody has said whether they hold.
+    pub(crate) num_drafts: u32,
+    /// The plan of the latest guesses, and their growth in it. The sequence grows no more there, or two tokens of the plan
+    /// would share a slot.
+    pub(super) drafts_at: (PlanId, u32),
     /// Where the sequence's prefixes start; held while the sequence lives.
     pub(crate) root: NodeId,
     /// The node of the first `path_len` blocks; the root at 0.

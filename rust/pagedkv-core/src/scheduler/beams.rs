@@ -43,7 +43,7 @@ impl Scheduler {
     pub fn commit_beams(&mut self, plan: PlanId, tokens: &[i32], parents: &[i32]) -> Result<StepResult> {
         self.check_beams(plan, tokens, parents)?;
         self.drain_inbox();
-        self.manager.commit(plan).expect("the plan is the oldest in flight");
+        self.manager.end_plan(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
         let mut result = StepResult::default();
         let mut drawn = self.settle_entries(&record, &mut result);

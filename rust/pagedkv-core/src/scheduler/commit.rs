@@ -89,7 +89,7 @@ impl Scheduler {
 
     fn commit_rows(&mut self, plan: PlanId, rows: &[i32], width: usize) -> StepResult {
         self.drain_inbox();
-        self.manager.commit(plan).expect("the plan is the oldest in flight");
+        self.manager.end_plan(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
         let mut rows = rows.chunks_exact(width.max(1)).map(tokens_of);
         let mut result = StepResult::with_capacity(record.samples.len());

@@ -5,8 +5,8 @@ use pagedkv_core::{ComputedBlocks, Error, SequenceId};
 use super::world::World;
 use crate::model::manager::states;
 
-/// Tokens that may be scheduled before anyone knows them.
-const MOST_UNKNOWN: usize = 2;
+/// Guesses of one growth.
+const MOST_DRAFTS: usize = 2;
 
 impl World {
     /// The newest plan, ready for growth: a plan that ran already is closed.
@@ -29,20 +29,30 @@ impl World {
 
     pub(crate) fn grow(&mut self, id: SequenceId, length: u8, computed: &ComputedBlocks) {
         let sequence = self.model.find(id);
+        if self.model.is_drafting(id) {
+            let error = Error::SequenceInFlight(id.to_bits());
+            return self.refused(error, |manager| manager.allocate_slots(id, 1, computed));
+        }
         let start = sequence.num_scheduled + computed.num_tokens() as usize;
-        let most = (sequence.tokens.len() + MOST_UNKNOWN).saturating_sub(start);
+        let known = sequence.tokens.len();
+        let most = (known + self.model.num_coming(id)).saturating_sub(start);
         if most == 0 {
-            return;
+            self.invalid("num_new_tokens", |manager| manager.allocate_slots(id, 1, computed));
+            self.append(id, 0, length);
+            return self.grow(id, length, &ComputedBlocks::default());
         }
         let num_new_tokens = 1 + usize::from(length) % most;
+        let has_room_for_drafts = start + num_new_tokens >= known;
+        let num_drafts = if has_room_for_drafts { usize::from(length) / most % (MOST_DRAFTS + 1) } else { 0 };
         let states = states(&self.manager);
         let before = self.digest();
-        let answer = self.manager.allocate_slots(id, num_new_tokens as u32, computed);
+        let (new, drafts) = (num_new_tokens as u32, num_drafts as u32);
+        let answer = self.manager.allocate_slots_with_drafts(id, new, drafts, computed);
         let answer = answer.expect("the lookup is fresh");
         if answer.is_none() {
             assert_eq!(self.digest(), before, "a refusal for want of room changed something");
         }
-        self.model.grow(id, num_new_tokens, computed.blocks(), &states, answer.as_ref());
+        self.model.grow(id, num_new_tokens + num_drafts, num_drafts, computed.blocks(), &states, answer.as_ref());
     }
 
     /// A lookup that was kept is refused, or it still holds.
@@ -60,15 +70,16 @@ impl World {
             let error = Error::StaleComputedBlocks;
             return self.refused(error, |manager| manager.allocate_slots(target, 1, &computed));
         }
-        let start = self.model.find(target).num_scheduled + computed.num_tokens() as usize;
-        if start >= self.model.find(target).tokens.len() + MOST_UNKNOWN {
+        let sequence = self.model.find(target);
+        let start = sequence.num_scheduled + computed.num_tokens() as usize;
+        if self.model.is_drafting(target) || start >= sequence.tokens.len() + self.model.num_coming(target) {
             return;
         }
         let states = states(&self.manager);
         match self.manager.allocate_slots(target, 1, &computed) {
             Ok(answer) => {
                 self.model.check_hits(target, computed.blocks());
-                self.model.grow(target, 1, computed.blocks(), &states, answer.as_ref());
+                self.model.grow(target, 1, 0, computed.blocks(), &states, answer.as_ref());
             }
             Err(error) => {
                 assert_eq!(error, Error::StaleComputedBlocks);

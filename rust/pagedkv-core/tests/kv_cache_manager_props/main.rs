@@ -38,7 +38,7 @@ fn run_worlds(seed: u64, num_worlds: usize) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 11] = [
+const WORTH_MEETING: [&str; 13] = [
     "hit blocks",
     "hits in flight",
     "hits on fenced",
@@ -50,6 +50,8 @@ const WORTH_MEETING: [&str; 11] = [
     "undone after running",
     "fenced blocks",
     "refused calls",
+    "accepted guesses",
+    "untold tokens",
 ];
 
 fn check_volume(seed: u64) {

@@ -19,7 +19,7 @@ impl World {
         self.model.events.note("refused calls", 1);
     }
 
-    fn invalid<T: std::fmt::Debug>(
+    pub(crate) fn invalid<T: std::fmt::Debug>(
         &mut self,
         argument: &'static str,
         call: impl FnOnce(&mut KVCacheManager) -> Result<T>,
@@ -43,6 +43,7 @@ impl World {
                 self.invalid("num_tokens", |manager| manager.truncate(id, 0));
                 self.invalid("num_tokens", |manager| manager.truncate(id, too_many));
             }
+            (7 | 8, Some(id)) if self.model.is_drafting(id) => {}
             (7, Some(id)) if self.model.in_flight().count() > 0 => {
                 self.invalid("num_new_tokens", |manager| manager.allocate_slots(id, 0, &ComputedBlocks::default()));
             }
@@ -54,9 +55,21 @@ impl World {
             (9, Some(id)) if self.model.in_flight().count() == 0 => {
                 self.refused(Error::NoPlan, |manager| manager.allocate_slots(id, 1, &ComputedBlocks::default()));
             }
-            (10, _) => self.invalid("tokens", |manager| manager.create([].into(), identity(0), true)),
+            (10, _) => self.mistake_about_tokens(target),
             (11, _) => self.create_with_bad_images(target),
             _ => self.mistake_about_a_plan(target),
+        }
+    }
+
+    fn mistake_about_tokens(&mut self, target: u8) {
+        self.invalid("prompt_token_ids", |manager| manager.create([].into(), identity(0), true));
+        let negative = |argument| {
+            let (expected, found) = ("a token id of at least 0".to_owned(), "-1".to_owned());
+            Error::InvalidElement { argument, index: 1, expected, found }
+        };
+        self.refused(negative("prompt_token_ids"), |manager| manager.create([0, -1].into(), identity(0), true));
+        if let Some(id) = self.sequence(target) {
+            self.refused(negative("token_ids"), |manager| manager.append_tokens(id, &[0, -1]));
         }
     }
 

@@ -97,11 +97,7 @@ impl World {
 
     fn run_on(&mut self, id: SequenceId, command: Command) {
         match command {
-            Command::Append { length, tokens, .. } => {
-                let tokens = self.model.next_tokens(id, &two_tokens(1 + usize::from(length % 3), tokens));
-                self.manager.append_tokens(id, &tokens).expect("a live sequence");
-                self.model.append_tokens(id, &tokens);
-            }
+            Command::Append { length, tokens, .. } => self.append(id, length, tokens),
             Command::Fork { .. } => self.fork(id),
             Command::Truncate { length, .. } => self.truncate(id, length),
             Command::Free { .. } => self.free(id),
@@ -126,6 +122,17 @@ impl World {
         let identity = identity(number);
         let created = self.manager.create(tokens.as_slice().into(), identity.clone(), uses_cache);
         self.model.create(created.expect("valid arguments"), &tokens, &identity, uses_cache);
+    }
+
+    pub(crate) fn append(&mut self, id: SequenceId, length: u8, tokens: u8) {
+        let wanted = two_tokens(1 + usize::from(length % 3), tokens);
+        let most = self.model.drafts_under(id, wanted.len());
+        let num_accepted = usize::from(length) / 3 % (most + 1);
+        let tokens = self.model.next_tokens(id, &wanted, num_accepted);
+        self.invalid("num_accepted", |manager| manager.append_accepted(id, &tokens, most as u32 + 1));
+        let appended = self.manager.append_accepted(id, &tokens, num_accepted as u32);
+        appended.expect("a live sequence");
+        self.model.append_tokens(id, &tokens, num_accepted);
     }
 
     fn fork(&mut self, id: SequenceId) {
@@ -171,6 +178,12 @@ impl World {
         let Some(plan) = self.model.oldest_plan() else {
             return self.begin_plan();
         };
+        while let Some(id) = self.model.untold() {
+            self.refused(Error::UntoldTokens(id.to_bits()), |manager| manager.commit(plan));
+            let tokens = self.model.next_tokens(id, &[0], 0);
+            self.manager.append_tokens(id, &tokens).expect("a live sequence");
+            self.model.append_tokens(id, &tokens, 0);
+        }
         // The device runs the plan at the latest now.
         self.manager.commit(plan).expect("the oldest plan");
         self.model.commit();

@@ -52,7 +52,8 @@ pub(crate) fn compute(manager: &mut KVCacheManager, sequence: SequenceId, num_to
 /// Computes these tokens in a sequence of its own, which ends: their full blocks are cached.
 pub(crate) fn cache(manager: &mut KVCacheManager, tokens: &[i32]) -> Vec<BlockId> {
     let sequence = create(manager, tokens);
-    compute(manager, sequence, tokens.len() as u32);
+    let num_hits = num_hit_tokens(manager, sequence);
+    compute(manager, sequence, tokens.len() as u32 - num_hits);
     let blocks = table(manager, sequence);
     manager.free(sequence).expect("a live sequence");
     blocks

@@ -76,11 +76,12 @@ impl ManagerModel {
         })
     }
 
-    /// Follows a call of `allocate_slots`, with the states of the blocks before it, and judges its answer.
+    /// Follows a call of `allocate_slots` for new tokens, the last `num_drafts` of them guesses, with the states of the blocks before it, and judges its answer.
     pub(crate) fn grow(
         &mut self,
         id: SequenceId,
         num_new_tokens: usize,
+        num_drafts: usize,
         hits: &[BlockId],
         states: &[BlockState],
         answer: Option<&AllocatedSlots>,
@@ -134,6 +135,7 @@ impl ManagerModel {
         // Any tokens would do; these differ between sequences, so that their blocks do.
         grown.coming.resize(unknown, (id.to_bits() % 3) as i32);
         grown.num_scheduled = after;
+        grown.num_drafts = num_drafts;
         grown.table.clone_from(&table);
         grown.num_registered += hits.len();
         grown.is_cut = false;
@@ -145,6 +147,7 @@ impl ManagerModel {
             before: sequence.num_scheduled,
             was_cut: sequence.is_cut,
             after,
+            num_drafts,
             writes: slots.zip(histories[start..].iter().copied()).collect(),
             histories,
             table,

@@ -29,6 +29,8 @@ pub(crate) struct Sequence {
     pub(crate) table: Vec<usize>,
     pub(crate) num_computed: usize,
     pub(crate) num_scheduled: usize,
+    /// The last scheduled tokens that are guesses of which nobody said whether they hold.
+    pub(crate) num_drafts: usize,
     /// Full blocks that the cache knows.
     num_registered: usize,
     /// Whether its last block may hold more than it kept: it was cut, or is the fork of one that was.
@@ -42,6 +44,7 @@ struct Growth {
     before: usize,
     was_cut: bool,
     after: usize,
+    num_drafts: usize,
     histories: Vec<History>,
     table: Vec<usize>,
     copy: Option<(usize, usize)>,
@@ -147,20 +150,61 @@ impl ManagerModel {
             table: Vec::new(),
             num_computed: 0,
             num_scheduled: 0,
+            num_drafts: 0,
             num_registered: 0,
             is_cut: false,
         });
         self.remember(id);
     }
 
-    /// The tokens that a caller may append: those that the device will have found out come first.
-    pub(crate) fn next_tokens(&self, id: SequenceId, wanted: &[i32]) -> Vec<i32> {
-        let coming = &self.find(id).coming;
-        let free = wanted.iter().skip(coming.len());
-        coming.iter().chain(free).take(wanted.len()).copied().collect()
+    /// The tokens that a caller may append: those that the device will have found out come first, and as many guesses as
+    /// are accepted.
+    pub(crate) fn next_tokens(&self, id: SequenceId, wanted: &[i32], num_accepted: usize) -> Vec<i32> {
+        let sequence = self.find(id);
+        let told = sequence.coming.len() - sequence.num_drafts + num_accepted;
+        let free = wanted.iter().skip(told);
+        sequence.coming[..told].iter().chain(free).take(wanted.len()).copied().collect()
     }
 
-    pub(crate) fn append_tokens(&mut self, id: SequenceId, tokens: &[i32]) {
+    /// Guesses at whose places the next `len` tokens lie.
+    pub(crate) fn drafts_under(&self, id: SequenceId, len: usize) -> usize {
+        let sequence = self.find(id);
+        let first = sequence.num_scheduled - sequence.num_drafts;
+        sequence.num_drafts.min((sequence.tokens.len() + len).saturating_sub(first))
+    }
+
+    /// Tokens that plans before the newest will find out, behind the known ones.
+    pub(crate) fn num_coming(&self, id: SequenceId) -> usize {
+        let (known, newest) = (self.find(id).tokens.len(), self.plans.len().saturating_sub(1));
+        let mut older = self.plans.iter().take(newest);
+        older.by_ref().filter(|plan| plan.growths.iter().any(|g| g.sequence == id && g.after >= known)).count()
+    }
+
+    /// Whether guesses keep the sequence from growing in the newest plan.
+    pub(crate) fn is_drafting(&self, id: SequenceId) -> bool {
+        let mut newest = self.plans.back().into_iter().flat_map(|plan| &plan.growths);
+        self.find(id).num_drafts > 0 || newest.any(|growth| growth.sequence == id && growth.num_drafts > 0)
+    }
+
+    /// The sequence that the oldest plan left untold tokens of under a later plan, if there is one.
+    pub(crate) fn untold(&self) -> Option<SequenceId> {
+        let oldest = self.plans.front()?;
+        let is_later = |id| self.plans.iter().skip(1).flat_map(|plan| &plan.growths).any(|g| g.sequence == id);
+        let mut growths = oldest.growths.iter().filter(|growth| self.position(growth.sequence).is_some());
+        let found = growths.find(|g| is_later(g.sequence) && g.after > self.find(g.sequence).tokens.len());
+        found.map(|growth| growth.sequence)
+    }
+
+    pub(crate) fn append_tokens(&mut self, id: SequenceId, tokens: &[i32], num_accepted: usize) {
+        if self.drafts_under(id, tokens.len()) > 0 {
+            let sequence = self.find_mut(id);
+            let end = sequence.num_scheduled - sequence.num_drafts + num_accepted;
+            sequence.num_drafts = 0;
+            self.shrink(id, end);
+            let mut growths = self.plans.iter_mut().flat_map(|plan| &mut plan.growths).rev();
+            growths.find(|growth| growth.sequence == id).expect("the guesses' growth").after = end;
+            self.events.note("accepted guesses", num_accepted as u64);
+        }
         let sequence = self.find_mut(id);
         sequence.tokens.extend(tokens);
         let known = tokens.len().min(sequence.coming.len());
@@ -235,7 +279,14 @@ impl ManagerModel {
         let plan = self.plans.pop_front().expect("a plan is in flight");
         for growth in &plan.growths {
             if let Some(position) = self.position(growth.sequence) {
-                self.sequences[position].num_computed = growth.after;
+                let sequence = &mut self.sequences[position];
+                sequence.num_computed = growth.after;
+                let known = sequence.tokens.len();
+                if self.is_idle(growth.sequence) {
+                    self.sequences[position].num_drafts = 0;
+                    self.events.note("untold tokens", (growth.after.saturating_sub(known)) as u64);
+                    self.shrink(growth.sequence, known);
+                }
             }
         }
         for entry in self.entries.iter_mut().flatten() {
@@ -257,7 +308,8 @@ impl ManagerModel {
                     continue;
                 }
                 self.shrink(growth.sequence, growth.before);
-                self.find_mut(growth.sequence).is_cut = growth.was_cut;
+                let sequence = self.find_mut(growth.sequence);
+                (sequence.is_cut, sequence.num_drafts) = (growth.was_cut, 0);
                 if let Some((source, _)) = growth.copy {
                     *self.find_mut(growth.sequence).table.last_mut().expect("a tail") = source;
                 }
