@@ -74,6 +74,13 @@ soak: ## SOAK_COMMANDS random commands against the naive model, for SOAK_SECONDS
 	SOAK_COMMANDS=$(SOAK_COMMANDS) SOAK_SECONDS=$(SOAK_SECONDS) \
 	cargo test --release $(LOCKED) --quiet --package pagedkv-core --test soak
 
+.PHONY: tsan
+tsan: ## the thread tests of the core under ThreadSanitizer, the standard library included
+	rustup component add rust-src --toolchain nightly
+	RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS=halt_on_error=1 CARGO_TARGET_DIR=target/tsan \
+	cargo +nightly test -Zbuild-std --target $(shell rustc -vV | sed -n 's/^host: //p') $(LOCKED) \
+		--package pagedkv-core --test threads
+
 .PHONY: lint
 lint: develop ## formats, lints and types, nothing changed
 	cargo fmt --all --check

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import CacheConfig, GroupSpec, Scheduler, SchedulerConfig
-from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv import CacheConfig, GroupSpec, InvalidArgumentError, Scheduler, SchedulerConfig, UnsupportedError
 
 
 def run(scheduler: Scheduler, name: str, prompt: list[int], **keywords) -> int:
