@@ -1,6 +1,6 @@
 //! Faults of the scheduler that were found, each named after what went wrong, each seen failing first.
 
-use pagedkv_core::{CacheConfig, Change, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{CacheConfig, Change, Error, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
 
 fn scheduler(num_blocks: u32, max_plans_in_flight: u32) -> Scheduler {
     let cache = CacheConfig { block_size: 1, ..CacheConfig::new(num_blocks) };
@@ -83,4 +83,13 @@ fn prefill_that_waited_for_room_behind_an_urgent_one_kept_it_out_for_ever() {
         SchedulerConfig { long_prefill_token_threshold: 1, max_num_partial_prefills: 1, ..SchedulerConfig::default() };
     let mut scheduler = urgent_behind_patient(1, 1 + 2, limits);
     assert!(scheduler.schedule().unwrap().sizes().num_sequences > 0, "nothing runs");
+}
+
+#[test]
+fn block_table_of_a_request_that_was_just_added_named_an_unknown_handle() {
+    let mut scheduler = scheduler(8, 1);
+    let handle = add(&mut scheduler, "r", &[0; 2], 1, 2);
+    assert_eq!(scheduler.block_table(handle, 1), Ok(None));
+    assert!(matches!(scheduler.block_table(handle, 2), Err(Error::InvalidArgument { argument: "sequence", .. })));
+    assert_eq!(scheduler.block_table(Handle::new(1), 0), Err(Error::UnknownHandle(Handle::new(1))));
 }

@@ -136,6 +136,11 @@ impl Inbox {
         self.cache.usable_blocks()
     }
 
+    /// Samples of a request that has not ended, whether it was taken up or not.
+    pub(super) fn num_samples(&self, handle: Handle) -> Option<u32> {
+        self.lock().known.get(&handle).map(|known| known.num_samples)
+    }
+
     /// Whether a handle was given out, now or ever.
     pub(super) fn knows(&self, handle: Handle) -> bool {
         (0..self.lock().next_handle).contains(&handle.get())

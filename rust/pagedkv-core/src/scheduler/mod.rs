@@ -283,16 +283,20 @@ impl Scheduler {
         self.manager.unpin(pin)
     }
 
-    /// The block table of a sample, and the reference counts of its blocks; `None` while it holds none.
+    /// The block table of a sample; `None` while it holds no block.
     ///
     /// # Errors
     /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
     pub fn block_table(&self, handle: Handle, sample: u32) -> Result<Option<&[BlockId]>> {
-        let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
-        let samples = &self.request(slot).samples;
-        let Some(found) = samples.get(sample as usize) else {
-            return invalid("sequence", format!("0 to {}", samples.len() - 1), sample);
-        };
+        let slot = self.by_handle.get(&handle).copied();
+        // A request that is still in the inbox has its samples, and holds nothing.
+        let n = slot.map(|slot| self.request(slot).samples.len() as u32).or_else(|| self.inbox.num_samples(handle));
+        let n = n.ok_or(Error::UnknownHandle(handle))?;
+        if sample >= n {
+            return invalid("sequence", format!("0 to {}", n - 1), sample);
+        }
+        let Some(slot) = slot else { return Ok(None) };
+        let found = &self.request(slot).samples[sample as usize];
         let table = self.manager.sequences.get(found.sequence as usize).map(|sequence| sequence.table.as_slice());
         Ok(table.filter(|table| !table.is_empty()))
     }

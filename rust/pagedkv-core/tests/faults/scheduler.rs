@@ -1,7 +1,9 @@
 //! Who runs, who waits, and that both end.
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{Error, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{
+    CacheConfig, Error, EvictionPolicy, NewRequest, Policy, Retention, Scheduler, SchedulerConfig, StepPlan,
+};
 
 use crate::steps::{
     add, admitted, assert_empty, check, commit, default_scheduler, handles, num_tokens, plan, preempted, request,
@@ -81,6 +83,24 @@ fn fault_51_an_urgent_request_takes_the_seat_of_a_patient_one() {
 }
 
 #[test]
+fn fault_52_the_cache_keeps_what_a_request_says_is_worth_keeping() {
+    let kept = |retention| {
+        let cache = CacheConfig { block_size: 4, eviction_policy: EvictionPolicy::Priority, ..CacheConfig::new(9) };
+        let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
+        scheduler.add_request(NewRequest { retention, ..request("kept", 1, 9, 1) }).unwrap();
+        (2..12).for_each(|first| {
+            step(&mut scheduler);
+            add(&mut scheduler, "other", first, 9, 1);
+        });
+        step(&mut scheduler);
+        add(&mut scheduler, "asks", 1, 9, 1);
+        9 - num_tokens(&step(&mut scheduler).0)
+    };
+    assert_eq!(kept(Some(Retention { priority: 90, seconds: f64::INFINITY })), 8);
+    assert_eq!(kept(None), 0, "the scene is another");
+}
+
+#[test]
 fn fault_53_a_big_request_waits_for_those_before_it_alone() {
     let mut scheduler = default_scheduler(8);
     for number in 0..3 {
@@ -138,6 +158,54 @@ fn fault_55_waiting_requests_hold_no_block() {
         assert!(holding <= num_running, "{holding} hold blocks, {num_running} run and {num_waiting} wait");
     }
     assert!(scheduler.num_preemptions() > 0, "the scene is another");
+}
+
+#[test]
+fn fault_55_a_held_request_gives_its_blocks_to_one_that_finds_none() {
+    let mut scheduler = default_scheduler(4);
+    let held = add(&mut scheduler, "held", 1, 7, 6);
+    let other = add(&mut scheduler, "other", 2, 7, 6);
+    step(&mut scheduler);
+    scheduler.hold(held).unwrap();
+    for _ in 0..5 {
+        assert_eq!(handles(&step(&mut scheduler).0), [other.get()]);
+    }
+    assert_eq!((scheduler.block_table(held, 0), scheduler.num_requests()), (Ok(None), (0, 1)));
+    scheduler.release(held).unwrap();
+    run_to_the_end(&mut scheduler, 12);
+}
+
+#[test]
+fn fault_55_a_turn_that_waits_gives_its_blocks_to_the_request_before_it() {
+    let mut scheduler = default_scheduler(4);
+    let session = NewRequest { session: true, ..request("session", 1, 6, 3) };
+    let session = scheduler.add_request(session).unwrap();
+    run_to_the_end(&mut scheduler, 4);
+    let before = add(&mut scheduler, "before", 2, 10, 3);
+    scheduler.append_tokens(session, 0, &[1], None).unwrap();
+    assert_eq!(handles(&step(&mut scheduler).0), [before.get()]);
+    run_to_the_end(&mut scheduler, 12);
+}
+
+#[test]
+fn fault_55_who_waits_is_told_why() {
+    let limits = SchedulerConfig { max_num_seqs: 1, ..SchedulerConfig::default() };
+    let mut scheduler = scheduler(8, &limits);
+    add(&mut scheduler, "running", 1, 3, 8);
+    step(&mut scheduler);
+    let waits = add(&mut scheduler, "waits", 2, 3, 8);
+    let explanation = format!("{:?}", scheduler.explain(waits).unwrap());
+    assert!(explanation.contains("Seat"), "{explanation}");
+}
+
+#[test]
+fn fault_56_and_65_loads_from_outside_are_refused_by_name() {
+    let mut scheduler = default_scheduler(8);
+    let refused = scheduler.add_request(NewRequest { num_external_tokens: 4, ..request("r", 1, 9, 1) });
+    assert!(
+        matches!(&refused, Err(Error::Unsupported(what)) if what.starts_with("num_external_tokens")),
+        "{refused:?}"
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! When a block can be found, and when no more.
 
-use pagedkv_core::{BlockId, Identity, KVCacheManager, NewRequest, SchedulerConfig};
+use pagedkv_core::{BlockId, CacheConfig, EvictionPolicy, Identity, KVCacheManager, NewRequest, SchedulerConfig};
 
 use crate::scene::{cache, compute, create, create_as, grow, manager, num_hit_tokens, table};
 use crate::steps::{
@@ -77,8 +77,7 @@ fn fault_28_lengths_around_every_block_border_run_to_their_end() {
                 if prompt_len == 0 {
                     continue;
                 }
-                let cache =
-                    pagedkv_core::CacheConfig { block_size: block_size as u32, ..pagedkv_core::CacheConfig::new(20) };
+                let cache = CacheConfig { block_size: block_size as u32, ..CacheConfig::new(20) };
                 let mut scheduler = pagedkv_core::Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
                 let handle = add(&mut scheduler, "r", 1, prompt_len, max_tokens);
                 for num_outputs in 0..max_tokens as usize {
@@ -244,6 +243,22 @@ fn fault_37_a_prefix_that_waited_for_a_step_loses_its_end_first() {
     manager.commit(running).unwrap();
     order_of_reuse(&mut manager, 2);
     assert_eq!(hits(&mut manager, &[0; 9]), 4);
+}
+
+#[test]
+fn fault_38_prefixes_that_are_used_once_do_not_push_out_a_proven_one() {
+    let proven_after = |eviction_policy| {
+        let config = CacheConfig { block_size: 2, eviction_policy, ..CacheConfig::new(9) };
+        let mut manager = KVCacheManager::new(&config).unwrap();
+        cache(&mut manager, &[0; 5]);
+        let user = create(&mut manager, &[0; 5]);
+        compute(&mut manager, user, 1);
+        manager.free(user).unwrap();
+        (1..20).for_each(|first| drop(cache(&mut manager, &[first; 5])));
+        hits(&mut manager, &[0; 5])
+    };
+    assert_eq!(proven_after(EvictionPolicy::SegmentedLru), 4);
+    assert_eq!(proven_after(EvictionPolicy::Lru), 0, "the scene is another");
 }
 
 #[test]
