@@ -33,6 +33,8 @@ pub(crate) struct Block {
     pub(crate) level: u8,
     /// What requests asked for its contents, from 0 to 100.
     pub(crate) priority: Option<u8>,
+    /// The cache group whose tokens the block holds, while it is held or cached.
+    pub(crate) group: u8,
     prev: BlockId,
     next: BlockId,
     /// Where a free block lies in the stack.
@@ -57,6 +59,7 @@ impl Block {
             was_hit: false,
             level: 0,
             priority: None,
+            group: 0,
             prev: NULL_BLOCK,
             next: NULL_BLOCK,
             position: 0,

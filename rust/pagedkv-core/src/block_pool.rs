@@ -16,7 +16,10 @@
 
 use std::collections::VecDeque;
 
+use smallvec::SmallVec;
+
 use crate::block_list::{Block, BlockList, BlockState, FreeBlocks};
+use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, Retention};
 use crate::error::{Error, Result, reserve};
 use crate::eviction::Evictable;
@@ -38,6 +41,9 @@ pub struct BlockPool {
     /// Counts every change that can make a lookup stale.
     pub(crate) stamp: u64,
     num_evictions: u64,
+    /// By cache group: how many nodes of the prefix tree a block spans, where a prefix outlives what continues it; 0 for
+    /// windows, whose blocks go in the order of their release.
+    spans: SmallVec<[u32; 1]>,
 }
 
 impl BlockPool {
@@ -49,7 +55,11 @@ impl BlockPool {
     /// # Complexity
     /// O(`num_blocks`), 64 bytes each; the prefix tree reserves as much again and touches it only as it fills.
     pub fn new(config: &CacheConfig) -> Result<Self> {
-        config.validate()?;
+        let layout = config.layout()?;
+        let span = |table: &TableSpec| match table.sliding_window {
+            Some(_) => 0,
+            None => table.block_size / config.block_size,
+        };
         let mut blocks = reserve("the blocks of the pool", config.num_blocks as usize)?;
         blocks.resize(config.num_blocks as usize, Block::new(BlockState::Free));
         blocks[0].state = BlockState::Null;
@@ -68,6 +78,7 @@ impl BlockPool {
             newest_plan: PlanId::new(0),
             stamp: 0,
             num_evictions: 0,
+            spans: layout.tables().iter().map(span).collect(),
         })
     }
 
@@ -270,8 +281,11 @@ impl BlockPool {
         let mut oldest = None;
         loop {
             let block = self.cached.first().expect("the caller counted the available blocks");
-            if self.cached.is_in_order() || oldest == Some(block) || !self.is_needed_by_descendants(block) {
+            if self.cached.is_in_order() || !self.is_needed_by_descendants(block) {
                 return block;
+            }
+            if oldest == Some(block) {
+                return self.first_without_evictable_child();
             }
             if !self.cached.spare(&mut self.blocks, block) {
                 oldest = oldest.or(Some(block));
@@ -279,16 +293,33 @@ impl BlockPool {
         }
     }
 
+    /// The first evictable block that no evictable one of its group continues at once. Windows of other groups, which keep
+    /// nodes in the tree, may hide that there is one.
+    fn first_without_evictable_child(&self) -> BlockId {
+        let parent = |block: BlockId| {
+            let Block { node, group, .. } = self.blocks[block.index()];
+            self.before_in_group(node, group).map(|node| (group, node.0))
+        };
+        let mut parents: Vec<_> = self.cached.iter(&self.blocks).filter_map(parent).collect();
+        parents.sort_unstable();
+        let is_free_to_go = |&block: &BlockId| {
+            let Block { node, group, .. } = self.blocks[block.index()];
+            parents.binary_search(&(group, node.0)).is_err()
+        };
+        self.cached.iter(&self.blocks).find(is_free_to_go).expect("the last of a prefix continues nothing")
+    }
+
     /// Whether the block is its node's last and cached prefixes continue it.
     fn is_needed_by_descendants(&self, block: BlockId) -> bool {
-        let record = &self.blocks[block.index()];
-        let is_alone = record.twin_prev == NULL_BLOCK && record.twin_next == NULL_BLOCK;
-        is_alone && self.prefixes.node(record.node).num_children > 0
+        let Block { node, group, .. } = self.blocks[block.index()];
+        let is_twin = |other: BlockId| other != block && self.blocks[other.index()].group == group;
+        let outlives = self.spans[usize::from(group)] > 0 && self.prefixes.has_children(node);
+        outlives && !self.prefixes.blocks_of(&self.blocks, node).any(is_twin)
     }
 
     /// Takes one more hold on each block that a lookup found, and keeps them as the sequence that takes them asks.
     pub(crate) fn hold_hits(&mut self, blocks: &[BlockId], retention: Option<Retention>) {
-        for &block in blocks {
+        for &block in blocks.iter().filter(|&&block| block != NULL_BLOCK) {
             self.hold(block);
             self.blocks[block.index()].was_hit = true;
             if let Some(retention) = retention {
@@ -424,7 +455,7 @@ impl BlockPool {
 
     /// Whether cached prefixes continue the one that the block holds.
     pub(crate) fn carries_descendants(&self, block: BlockId) -> bool {
-        self.prefixes.node(self.blocks[block.index()].node).num_children > 0
+        self.prefixes.has_children(self.blocks[block.index()].node)
     }
 
     /// Whether a plan in flight may name the block through a holder that let go of it.
@@ -465,19 +496,33 @@ impl BlockPool {
         if node != NO_NODE && self.blocks[block.index()].committed && self.prefixes.is_current(node) {
             self.blocks[block.index()].state = BlockState::Cached;
             self.cached.push(&mut self.blocks, block);
-            self.keep_behind(self.prefixes.node(node).parent, block);
+            let group = self.blocks[block.index()].group;
+            if let Some(parent) = self.before_in_group(node, group) {
+                self.keep_behind(parent, block);
+            }
         } else {
             self.forget(block);
             self.free.push(&mut self.blocks, block);
         }
     }
 
-    /// Puts the last evictable block of `node`, and of what it continues, behind all others: it outlives what continues
-    /// it. A block that is held or fenced will get there by itself.
+    /// The node of the block before that of `node` in a group where a prefix outlives what continues it.
+    pub(crate) fn before_in_group(&self, node: NodeId, group: u8) -> Option<NodeId> {
+        let span = self.spans[usize::from(group)];
+        let before = (0..span).fold(node, |node, _| self.prefixes.node(node).parent);
+        (span > 0 && before != NO_NODE).then_some(before)
+    }
+
+    /// Puts the last evictable block of `node` in the group, and of what it continues, behind all others: it outlives what
+    /// continues it. A block that is held or fenced will get there by itself.
     fn keep_behind(&mut self, mut node: NodeId, mut continued_by: BlockId) {
+        let group = self.blocks[continued_by.index()].group;
         loop {
             let mut found = None;
             for block in self.prefixes.blocks_of(&self.blocks, node) {
+                if self.blocks[block.index()].group != group {
+                    continue;
+                }
                 if !self.is_evictable(block) {
                     return;
                 }
@@ -486,7 +531,8 @@ impl BlockPool {
             let Some(block) = found else { return };
             self.cached.keep_behind(&mut self.blocks, block, continued_by);
             continued_by = block;
-            node = self.prefixes.node(node).parent;
+            let Some(before) = self.before_in_group(node, group) else { return };
+            node = before;
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::block_list::BlockState;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK};
-use crate::kv_cache_manager::{KVCacheManager, Sequence};
+use crate::kv_cache_manager::{KVCacheManager, Sequence, Table};
 
 /// A law that does not hold, by its number in the design, and where.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -74,7 +74,7 @@ impl KVCacheManager {
         let mut in_sessions = in_tables.clone();
         for sequence in self.live() {
             let holders = if sequence.is_kept { &mut in_sessions } else { &mut in_tables };
-            sequence.table.iter().for_each(|block| holders[block.index()] += 1);
+            sequence.tables.iter().flat_map(Table::held).for_each(|block| holders[block.index()] += 1);
         }
         require(self.pins.is_counted(&self.sequences), 2, || "the pinned blocks are counted wrong".into())?;
         for (index, record) in self.pool.blocks.iter().enumerate().skip(1) {
@@ -127,13 +127,19 @@ impl KVCacheManager {
         let prefixes = &self.pool.prefixes;
         for sequence in self.live() {
             let (mut node, mut scratch) = (sequence.path, Vec::new());
-            for column in (0..sequence.path_len).rev() {
-                let (start, end) = (column * self.block_size, (column + 1) * self.block_size);
+            for place in (0..sequence.path_len).rev() {
+                let (start, end) = (place * self.block_size, (place + 1) * self.block_size);
                 let same =
                     sequence.tokens.with_range(start, end, &mut scratch, |tokens| tokens == prefixes.tokens(node));
-                let block = sequence.table[column as usize];
-                let on_it = self.pool.blocks[block.index()].node == node;
-                require(same && on_it, 3, || format!("block {} is not what its sequence holds it for", block.get()))?;
+                require(same, 3, || format!("node {} does not hold its sequence's tokens", node.0))?;
+                for (table, spec) in sequence.tables.iter().zip(&self.groups) {
+                    if !end.is_multiple_of(spec.block_size) {
+                        continue;
+                    }
+                    let block = table.blocks[(end / spec.block_size - 1) as usize];
+                    let on_it = block == NULL_BLOCK || self.pool.blocks[block.index()].node == node;
+                    require(on_it, 3, || format!("block {} is not what its sequence holds it for", block.get()))?;
+                }
                 node = prefixes.node(node).parent;
             }
             require(node == sequence.root, 3, || "a sequence's path does not start at its root".into())?;
@@ -141,13 +147,18 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// Law 5: a sequence has exactly the blocks that its scheduled tokens need.
+    /// Law 5: a sequence has exactly the blocks that its scheduled tokens need, and none that left its windows.
     fn tables_are_as_long_as_needed(&self) -> Check {
         for sequence in self.live() {
-            let needed = sequence.num_scheduled.div_ceil(self.block_size) as usize;
-            require(sequence.table.len() == needed, 5, || {
-                format!("{} blocks for {} tokens", sequence.table.len(), sequence.num_scheduled)
-            })?;
+            for (group, (table, spec)) in sequence.tables.iter().zip(&self.groups).enumerate() {
+                let needed = sequence.num_scheduled.div_ceil(spec.block_size);
+                require(table.len() == needed, 5, || {
+                    format!("{} columns of group {group} for {} tokens", table.len(), sequence.num_scheduled)
+                })?;
+                self.only_what_no_query_sees_is_null(sequence, group)?;
+                let is_its = |block: BlockId| usize::from(self.pool.blocks[block.index()].group) == group;
+                require(table.held().all(is_its), 5, || format!("a block of another group is in a table of {group}"))?;
+            }
             let order = sequence.num_computed <= sequence.num_scheduled;
             require(order, 5, || format!("{} tokens computed, fewer scheduled", sequence.num_computed))?;
             let open = sequence.num_scheduled - sequence.num_computed;
@@ -156,30 +167,63 @@ impl KVCacheManager {
         Ok(())
     }
 
+    /// Law 5 for windows: exactly what lies before them by what is committed has left, and what a plan in flight reads, or
+    /// the next one will, is there.
+    fn only_what_no_query_sees_is_null(&self, sequence: &Sequence, group: usize) -> Check {
+        let (table, spec) = (&sequence.tables[group], &self.groups[group]);
+        let is_null = |&column: &u32| table.blocks[column as usize] == NULL_BLOCK;
+        let counted = (0..table.len()).filter(is_null).count() as u32;
+        require(counted == table.num_null, 5, || format!("{counted} null columns, {} are counted", table.num_null))?;
+        let left = spec.columns_before_window(sequence.committed_len());
+        require((0..left).all(|column| is_null(&column)), 5, || format!("group {group} holds what left its window"))?;
+        let seen = spec.columns_before_window(sequence.num_computed);
+        require(table.num_left <= seen, 5, || format!("{} columns left group {group} for good", table.num_left))?;
+        let reads = self.reads_of(sequence);
+        let missing = reads.into_iter().find_map(|(position, end)| {
+            (spec.columns_before_window(position)..end.div_ceil(spec.block_size)).find(is_null)
+        });
+        require(missing.is_none(), 5, || format!("group {group} lacks column {missing:?}, which a query sees"))
+    }
+
+    /// Where the queries of plans in flight start and end, and where the next ones do.
+    fn reads_of(&self, sequence: &Sequence) -> Vec<(u32, u32)> {
+        let growths = self.plans.iter().flat_map(|plan| &plan.growths);
+        let written = growths.filter_map(|growth| growth.written(&self.sequences));
+        let own = written.filter(|&(index, _)| std::ptr::eq(&raw const self.sequences[index], sequence));
+        let reads = own.map(|(_, written)| (written.start, written.end));
+        reads.chain([(sequence.num_scheduled, sequence.num_scheduled)]).collect()
+    }
+
     /// Law 6: a block that the newest plans write is held by its writer, and besides only by sequences whose path it is on.
     fn written_blocks_are_the_writers_own(&self) -> Check {
         let mut writer = vec![usize::MAX; self.pool.blocks.len()];
         for plan in &self.plans {
             for (index, written) in plan.growths.iter().filter_map(|growth| growth.written(&self.sequences)) {
-                let columns = written.start / self.block_size..written.end.div_ceil(self.block_size);
-                for &block in &self.sequences[index].table[columns.start as usize..columns.end as usize] {
-                    let other = std::mem::replace(&mut writer[block.index()], index);
-                    let alone = other == usize::MAX || other == index;
-                    require(alone, 6, || format!("two sequences write block {}", block.get()))?;
+                for (table, spec) in self.sequences[index].tables.iter().zip(&self.groups) {
+                    let columns = written.start / spec.block_size..written.end.div_ceil(spec.block_size);
+                    for &block in &table.blocks[columns.start as usize..columns.end as usize] {
+                        require(block != NULL_BLOCK, 6, || format!("sequence {index} writes the null block"))?;
+                        let other = std::mem::replace(&mut writer[block.index()], index);
+                        let alone = other == usize::MAX || other == index;
+                        require(alone, 6, || format!("two sequences write block {}", block.get()))?;
+                    }
                 }
             }
         }
         for (index, sequence) in self.sequences.iter().enumerate().filter(|(_, sequence)| sequence.is_live) {
-            for (column, &block) in sequence.table.iter().enumerate() {
-                let writer = writer[block.index()];
-                let allowed = writer == usize::MAX || writer == index || column < sequence.path_len as usize;
-                require(allowed, 6, || format!("block {} is written under another holder", block.get()))?;
+            for (table, spec) in sequence.tables.iter().zip(&self.groups) {
+                let on_path = sequence.path_len * self.block_size / spec.block_size;
+                for (column, &block) in table.blocks.iter().enumerate() {
+                    let writer = writer[block.index()];
+                    let allowed = writer == usize::MAX || writer == index || (column as u32) < on_path;
+                    require(allowed, 6, || format!("block {} is written under another holder", block.get()))?;
+                }
             }
         }
         Ok(())
     }
 
-    /// Law 7: a node's last block goes after every evictable block of its descendants, also where a rollback takes it.
+    /// Law 7: in a group with full attention a node's last block goes after every evictable block of its descendants, also where a rollback takes it.
     fn prefixes_outlive_what_continues_them(&self) -> Check {
         let pool = &self.pool;
         if !pool.cached.is_in_order() {
@@ -187,18 +231,18 @@ impl KVCacheManager {
         }
         let mut position = vec![usize::MAX; pool.blocks.len()];
         pool.cached.iter(&pool.blocks).enumerate().for_each(|(at, block)| position[block.index()] = at);
-        let goes_last = |node| pool.prefixes.blocks_of(&pool.blocks, node).map(|block| position[block.index()]).max();
-        for (node, record) in pool.prefixes.live_nodes() {
-            let parent = record.parent;
-            if parent == NO_NODE || pool.prefixes.node(parent).parent == NO_NODE {
-                continue;
-            }
-            let evictable = pool.prefixes.blocks_of(&pool.blocks, node).map(|block| position[block.index()]);
-            let Some(last) = evictable.filter(|&at| at != usize::MAX).max() else {
-                continue;
+        for group in 0..self.groups.len() as u8 {
+            let in_group = |&block: &BlockId| pool.blocks[block.index()].group == group;
+            let places = |node| {
+                pool.prefixes.blocks_of(&pool.blocks, node).filter(in_group).map(|block| position[block.index()])
             };
-            let kept = goes_last(parent).is_some_and(|parent_last| parent_last > last);
-            require(kept, 7, || format!("the parent of node {} is evicted before it", node.0))?;
+            for (node, _) in pool.prefixes.live_nodes() {
+                let Some(parent) = pool.before_in_group(node, group) else { continue };
+                let last = places(node).filter(|&at| at != usize::MAX).max();
+                let Some(last) = last.filter(|_| pool.prefixes.node(parent).parent != NO_NODE) else { continue };
+                let kept = places(parent).max().is_some_and(|parent_last| parent_last > last);
+                require(kept, 7, || format!("the parent of node {} is evicted before it", node.0))?;
+            }
         }
         Ok(())
     }
@@ -207,7 +251,12 @@ impl KVCacheManager {
     fn tree_is_consistent(&self) -> Check {
         let prefixes = &self.pool.prefixes;
         let mut children = std::collections::BTreeMap::<u32, u32>::new();
-        self.live().for_each(|sequence| *children.entry(sequence.root.0).or_default() += 1);
+        for sequence in self.live() {
+            *children.entry(sequence.root.0).or_default() += 1;
+            if self.holds_paths {
+                *children.entry(sequence.path.0).or_default() += 1;
+            }
+        }
         let mut count = 0;
         for (node, record) in prefixes.live_nodes() {
             count += 1;

@@ -61,6 +61,8 @@ pub(crate) struct PrefixCache {
     root_keys: HashMap<u32, RootKey>,
     extras: ExtraKeys,
     scratch: Vec<i32>,
+    /// Sequences whose path ends at each node, where blocks alone may not keep it; they count as its children too.
+    path_holds: Vec<u32>,
     /// Every key hashes to the same number.
     #[cfg(test)]
     collides: bool,
@@ -89,6 +91,7 @@ impl PrefixCache {
             root_keys: HashMap::new(),
             extras: ExtraKeys::default(),
             scratch: Vec::new(),
+            path_holds: Vec::new(),
             #[cfg(test)]
             collides: false,
         })
@@ -151,6 +154,27 @@ impl PrefixCache {
     pub(crate) fn release_root(&mut self, root: NodeId) {
         self.nodes[root.index()].num_children -= 1;
         self.collect(root);
+    }
+
+    /// Keeps a node for a sequence whose path ends there, until [`Self::release_path`].
+    pub(crate) fn hold_path(&mut self, node: NodeId) {
+        if self.path_holds.len() <= node.index() {
+            self.path_holds.resize(self.nodes.len(), 0);
+        }
+        self.path_holds[node.index()] += 1;
+        self.nodes[node.index()].num_children += 1;
+    }
+
+    pub(crate) fn release_path(&mut self, node: NodeId) {
+        self.path_holds[node.index()] -= 1;
+        self.nodes[node.index()].num_children -= 1;
+        self.collect(node);
+    }
+
+    /// Whether interned prefixes continue the node.
+    pub(crate) fn has_children(&self, node: NodeId) -> bool {
+        let held = self.path_holds.get(node.index()).copied().unwrap_or(0);
+        self.nodes[node.index()].num_children > held
     }
 
     /// The child of `parent` with these tokens and this extra key, if it is interned.
@@ -238,6 +262,21 @@ impl PrefixCache {
                 return Some(block);
             }
             if record.state == BlockState::Held {
+                found = Some(block);
+            }
+        }
+        found
+    }
+
+    /// [`Self::usable_block`] among the blocks of one cache group.
+    pub(crate) fn usable_group_block(&self, blocks: &[Block], node: NodeId, group: u8) -> Option<BlockId> {
+        let mut found = None;
+        for block in self.blocks_of(blocks, node) {
+            let record = &blocks[block.index()];
+            if record.group == group && record.committed {
+                return Some(block);
+            }
+            if record.group == group && record.state == BlockState::Held {
                 found = Some(block);
             }
         }

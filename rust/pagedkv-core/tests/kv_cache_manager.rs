@@ -111,7 +111,7 @@ fn writers_of_a_shared_block_copy_it_but_for_the_last() {
     compute(&mut manager, first, 2);
     let sharers = [first, manager.fork(first).unwrap(), manager.fork(first).unwrap()];
     manager.begin_plan();
-    let copies = sharers.map(|sharer| grow(&mut manager, sharer, 1).unwrap().copy.is_some());
+    let copies = sharers.map(|sharer| grow(&mut manager, sharer, 1).unwrap().copies.first().is_some());
     assert_eq!(copies, [true, true, false]);
 }
 
@@ -123,7 +123,7 @@ fn sole_owner_of_a_block_writes_into_it_without_a_copy() {
     let child = manager.fork(parent).unwrap();
     manager.free(parent).unwrap();
     manager.begin_plan();
-    assert_eq!(grow(&mut manager, child, 1).unwrap().copy, None);
+    assert_eq!(grow(&mut manager, child, 1).unwrap().copies, []);
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn forks_that_part_on_a_block_border_copy_nothing() {
     compute(&mut manager, parent, 2);
     let child = manager.fork(parent).unwrap();
     manager.begin_plan();
-    let copies = [parent, child].map(|sharer| grow(&mut manager, sharer, 1).unwrap().copy);
+    let copies = [parent, child].map(|sharer| grow(&mut manager, sharer, 1).unwrap().copies.first().copied());
     assert_eq!(copies, [None, None]);
 }
 
@@ -177,7 +177,7 @@ fn cut_sequence_copies_a_block_whose_prefix_others_continue() {
     manager.truncate(sequence, 1).unwrap();
     manager.append_tokens(sequence, &[1]).unwrap();
     manager.begin_plan();
-    assert!(grow(&mut manager, sequence, 1).unwrap().copy.is_some());
+    assert!(grow(&mut manager, sequence, 1).unwrap().copies.first().is_some());
 }
 
 #[test]

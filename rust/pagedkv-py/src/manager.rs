@@ -231,6 +231,6 @@ impl AllocatedSlots {
     /// Source and destination block, or None.
     #[getter]
     fn copy(&self) -> Option<(u32, u32)> {
-        self.0.copy.map(|copy| (copy.source.get(), copy.target.get()))
+        self.0.copies.first().map(|copy| (copy.source.get(), copy.target.get()))
     }
 }

@@ -187,31 +187,35 @@ impl StepPlan {
         Ok(Self { plan, scheduler: self.scheduler.clone() })
     }
 
-    /// Write the block tables of the plan's sequences into `out`, int32 (S, columns), while the plan is in flight.
-    fn write_block_table(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// Write the block tables of the plan's sequences in a cache group into `out`, int32 (S, columns), while the plan is in
+    /// flight. Where a window needs no block the null block, 0, is written.
+    #[pyo3(signature = (out, group=0))]
+    fn write_block_table(&self, out: &Bound<'_, PyAny>, group: usize) -> PyResult<()> {
         let id = self.id();
         let scheduler = self.scheduler()?;
         let found = out.extract::<PyReadwriteArray2<'_, i32>>();
         let mut out = found.map_err(|_| wrong_type("out", "a writable int32 array of two dimensions", out))?;
         let columns = out.as_array().ncols();
         let out = out.as_slice_mut().map_err(|_| invalid("out", "a contiguous array", "one with gaps"))?;
-        scheduler.with(|core| core.write_block_table(id, columns, out))?.map_err(to_py_err)
+        scheduler.with(|core| core.write_block_table(id, group, columns, out))?.map_err(to_py_err)
     }
 
-    /// Write the block tables end to end into int32 arrays, as FlashInfer reads them: indptr (S + 1,), indices,
-    /// last_page_len (S,). Returns how many indices there are.
+    /// Write the block tables of a cache group end to end into int32 arrays, as FlashInfer reads them: indptr (S + 1,),
+    /// indices, last_page_len (S,). Returns how many indices there are.
+    #[pyo3(signature = (indptr, indices, last_page_len, group=0))]
     fn write_csr(
         &self,
         indptr: &Bound<'_, PyAny>,
         indices: &Bound<'_, PyAny>,
         last_page_len: &Bound<'_, PyAny>,
+        group: usize,
     ) -> PyResult<usize> {
         let (mut indptr, mut indices) = (i32s_mut("indptr", indptr)?, i32s_mut("indices", indices)?);
         let mut last = i32s_mut("last_page_len", last_page_len)?;
         let (indptr, indices) = (contiguous("indptr", &mut indptr)?, contiguous("indices", &mut indices)?);
         let last = contiguous("last_page_len", &mut last)?;
         let id = self.id();
-        self.scheduler()?.with(|core| core.write_csr(id, indptr, indices, last))?.map_err(to_py_err)
+        self.scheduler()?.with(|core| core.write_csr(id, group, indptr, indices, last))?.map_err(to_py_err)
     }
 
     fn __repr__(&self) -> String {

@@ -337,16 +337,18 @@ impl Scheduler {
         self.core.with(|core| core.num_requests())
     }
 
-    /// Block table of a sample, int32 (num_blocks,), or None while it holds no block.
-    #[pyo3(signature = (handle, sequence=0))]
+    /// Block table of a sample in a cache group, int32 (num_blocks,), or None while it holds no block. Where a window needs
+    /// no block it has the null block, 0.
+    #[pyo3(signature = (handle, sequence=0, group=0))]
     fn block_table<'py>(
         &self,
         py: Python<'py>,
         handle: i64,
         sequence: u32,
+        group: usize,
     ) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
         let table = self.core.with(|core| {
-            let table = core.block_table(Handle::new(handle), sequence)?;
+            let table = core.group_table(Handle::new(handle), sequence, group)?;
             Ok(table.map(|table| table.iter().map(|block| block.get() as i32).collect::<Vec<_>>()))
         })?;
         Ok(table.map_err(to_py_err)?.map(|table| array(py, table)))

@@ -36,7 +36,7 @@ impl KVCacheManager {
         if self.blocks_needed(index, num_slots, computed) > self.pool.num_available() {
             return Ok(None);
         }
-        let extension = self.extend(index, num_slots, computed);
+        self.extend(index, num_slots, computed);
         let grown = &mut self.sequences[index];
         if num_draft_tokens > 0 {
             grown.num_drafts = num_draft_tokens;
@@ -45,8 +45,10 @@ impl KVCacheManager {
             plan.growths.last_mut().expect("the growth is recorded").has_drafts = true;
         }
         let slots = grown.num_scheduled - num_slots..grown.num_scheduled;
-        let slot_mapping = slots.map(|position| self.slot(index, position)).collect();
-        Ok(Some(AllocatedSlots { slot_mapping, copy: extension.copy }))
+        let groups = 0..self.groups.len();
+        let slot_mapping = groups.flat_map(|group| slots.clone().map(move |position| (group, position)));
+        let slot_mapping = slot_mapping.map(|(group, position)| self.slot(index, group, position)).collect();
+        Ok(Some(AllocatedSlots { slot_mapping, copies: self.last_copies().to_vec() }))
     }
 
     /// Adds known tokens to the end of a sequence. Those at places that a plan in flight computes are what it computed
@@ -149,10 +151,11 @@ impl KVCacheManager {
         }
     }
 
-    /// The slot of a position.
-    pub(super) fn slot(&self, index: usize, position: u32) -> i64 {
-        let block = self.sequences[index].table[(position / self.block_size) as usize];
-        i64::from(block.get()) * i64::from(self.block_size) + i64::from(position % self.block_size)
+    /// The slot of a position in a group.
+    pub(super) fn slot(&self, index: usize, group: usize, position: u32) -> i64 {
+        let block_size = self.groups[group].block_size;
+        let block = self.sequences[index].tables[group].blocks[(position / block_size) as usize];
+        i64::from(block.get()) * i64::from(block_size) + i64::from(position % block_size)
     }
 
     /// Tokens that plans before the newest will sample for the sequence, behind its known ones.

@@ -1,6 +1,6 @@
 //! How much of a waiting sequence the cache holds, asked again and again.
 
-use super::KVCacheManager;
+use super::{ComputedBlocks, KVCacheManager};
 use crate::ids::{NO_NODE, NodeId};
 
 /// The end of a match that was found before: a node, which of those with its id, and the tokens up to its end.
@@ -22,6 +22,11 @@ impl KVCacheManager {
         let block_size = self.block_size;
         if !sequence.uses_cache {
             return Match::default();
+        }
+        if !self.is_plain() {
+            let mut hits = ComputedBlocks::default();
+            self.lookup(index, sequence.tokens.len(), &mut hits);
+            return Match { num_tokens: hits.num_tokens, ..Match::default() };
         }
         let lives = found.node != NO_NODE && prefixes.birth(found.node) == found.birth;
         if !lives || !prefixes.is_current(found.node) {
@@ -54,7 +59,6 @@ mod tests {
 
     use super::*;
     use crate::config::CacheConfig;
-    use crate::kv_cache_manager::ComputedBlocks;
 
     /// Prompts of two kinds of blocks, in a pool that evicts: the same again and again in another order.
     #[test]

@@ -6,46 +6,62 @@
 //! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
 
 mod coming;
+mod group_lookup;
 mod matching;
 mod pins;
 mod plan;
 mod sequence;
 mod sessions;
+mod windows;
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use crate::block_pool::BlockPool;
+use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, EvictionPolicy, Retention};
 use crate::error::{Error, Result, invalid, invalid_element};
 use crate::identity::{Identity, Tokens};
-use crate::ids::{BlockId, NodeId, PlanId, SequenceId};
+use crate::ids::{BlockId, NULL_BLOCK, NodeId, PlanId, SequenceId};
 pub(crate) use matching::Match;
 pub use pins::PinId;
 pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
-pub(crate) use sequence::{Sequence, Tail};
+pub(crate) use sequence::{Sequence, Table, Tail};
+pub(crate) use windows::DepartedColumn;
 
 /// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
 #[derive(Clone, Debug, Default)]
 pub struct ComputedBlocks {
     sequence: Option<SequenceId>,
-    blocks: Vec<BlockId>,
+    /// By cache group; the null block where a window needs none.
+    tables: SmallVec<[Vec<BlockId>; 1]>,
     node: NodeId,
     num_tokens: u32,
     stamp: u64,
 }
 
 impl ComputedBlocks {
-    /// The blocks, in the order of the tokens that they hold.
+    /// The blocks of the first cache group, in the order of the tokens that they hold.
     pub fn blocks(&self) -> &[BlockId] {
-        &self.blocks
+        self.group_blocks(0)
+    }
+
+    /// The blocks of a cache group, in the order of the tokens that they hold; the null block where the group's window
+    /// needs none.
+    pub fn group_blocks(&self, group: usize) -> &[BlockId] {
+        self.tables.get(group).map_or(&[], Vec::as_slice)
+    }
+
+    /// The blocks of all groups.
+    pub(crate) fn held(&self) -> impl Iterator<Item = BlockId> {
+        self.tables.iter().flatten().copied().filter(|&block| block != NULL_BLOCK)
     }
 
     pub(crate) fn clear(&mut self) {
-        self.blocks.clear();
+        self.tables.iter_mut().for_each(Vec::clear);
         self.num_tokens = 0;
     }
 
@@ -61,7 +77,17 @@ pub struct KVCacheManager {
     pub(crate) pool: BlockPool,
     pub(crate) sequences: Vec<Sequence>,
     vacant: Vec<u32>,
+    /// Tokens per node of the prefix tree: the smallest block size of a group.
     pub(crate) block_size: u32,
+    /// What each cache group's tables are like.
+    pub(crate) groups: SmallVec<[TableSpec; 1]>,
+    /// Prefixes are hit in multiples of this: whole blocks in every group.
+    hit_multiple: u32,
+    pub(crate) has_windows: bool,
+    /// Whether a sequence's blocks may leave nodes of its path without one, so that the path is held.
+    pub(crate) holds_paths: bool,
+    /// Columns that left a window since somebody took the list, where anybody does.
+    pub(crate) departed: Option<Vec<DepartedColumn>>,
     caching: bool,
     pub(crate) plans: std::collections::VecDeque<PlanRecord>,
     spare_records: Vec<PlanRecord>,
@@ -76,16 +102,18 @@ impl KVCacheManager {
     /// Those of [`CacheConfig::validate`].
     pub fn new(config: &CacheConfig) -> Result<Self> {
         let layout = config.layout()?;
-        let windowed = layout.tables().iter().any(|table| table.sliding_window.is_some());
-        if layout.tables().len() > 1 || windowed {
-            let what = "groups: one group with full attention only; its tables are still to come";
-            return Err(Error::Unsupported(what.into()));
-        }
+        let groups: SmallVec<[TableSpec; 1]> = layout.tables().iter().copied().collect();
+        let anchors = |table: &TableSpec| table.sliding_window.is_none() && table.block_size == config.block_size;
         Ok(Self {
             pool: BlockPool::new(config)?,
             sequences: Vec::new(),
             vacant: Vec::new(),
             block_size: config.block_size,
+            hit_multiple: hit_multiple(&groups)?,
+            has_windows: groups.iter().any(|table| table.sliding_window.is_some()),
+            holds_paths: !groups.iter().any(anchors),
+            groups,
+            departed: None,
             caching: config.enable_prefix_caching,
             plans: std::collections::VecDeque::new(),
             spare_records: Vec::new(),
@@ -148,6 +176,9 @@ impl KVCacheManager {
 
     /// Cuts a sequence to its first `num_tokens` tokens and releases the blocks behind them.
     ///
+    /// Where a block that a window needs before the cut has left it, nothing of the sequence counts as computed any more,
+    /// and all its blocks are released; what the prefix cache still holds is found by the next lookup.
+    ///
     /// # Errors
     /// [`Error::UnknownSequence`], [`Error::SequenceInFlight`], [`Error::InvalidArgument`] for more tokens than there are.
     pub fn truncate(&mut self, sequence: SequenceId, num_tokens: u32) -> Result<()> {
@@ -158,12 +189,13 @@ impl KVCacheManager {
             return invalid("num_tokens", format!("1 to {len}"), num_tokens);
         }
         sequence.tokens.truncate(num_tokens);
-        sequence.num_computed = sequence.num_computed.min(num_tokens);
         if num_tokens < sequence.num_scheduled {
             sequence.tail = Tail::Cut;
         }
-        let num_computed = sequence.num_computed;
-        self.shrink(index, num_computed);
+        let kept = sequence.num_computed.min(num_tokens);
+        let kept = if self.has_all_that_is_needed_at(index, kept) { kept } else { 0 };
+        self.sequences[index].num_computed = kept;
+        self.shrink(index, kept);
         Ok(())
     }
 
@@ -204,12 +236,32 @@ impl KVCacheManager {
         &self.pool
     }
 
-    /// The block table of a sequence.
+    /// The block table of a sequence in the first cache group.
     ///
     /// # Errors
     /// [`Error::UnknownSequence`].
     pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
-        self.find(sequence).map(|index| self.sequences[index].table.as_slice())
+        self.group_table(sequence, 0)
+    }
+
+    /// The block table of a sequence in a cache group; the null block stands where a window needs none.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::InvalidArgument`] for a group that the pool has not.
+    pub fn group_table(&self, sequence: SequenceId, group: usize) -> Result<&[BlockId]> {
+        let index = self.find(sequence)?;
+        self.check_group(group)?;
+        Ok(&self.sequences[index].tables[group].blocks)
+    }
+
+    /// Whether there is one cache group, with full attention.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.groups.len() == 1 && !self.has_windows
+    }
+
+    pub(crate) fn check_group(&self, group: usize) -> Result<()> {
+        let last = self.groups.len() - 1;
+        if group <= last { Ok(()) } else { invalid("group", format!("0 to {last}"), group) }
     }
 
     /// Known tokens of a sequence.
@@ -250,6 +302,7 @@ impl KVCacheManager {
     pub(crate) fn lookup(&self, index: usize, limit: u32, found: &mut ComputedBlocks) {
         let sequence = &self.sequences[index];
         found.clear();
+        found.tables.resize_with(self.groups.len(), Vec::new);
         found.sequence = Some(SequenceId { index: index as u32, generation: sequence.generation });
         found.stamp = self.pool.stamp;
         let Some(node) = self.path_in_the_cache(sequence) else {
@@ -259,9 +312,13 @@ impl KVCacheManager {
         if !sequence.uses_cache || sequence.path_len * self.block_size != sequence.num_scheduled {
             return;
         }
+        if !self.is_plain() {
+            return self.lookup_groups(index, limit, found);
+        }
         // What is computed must not be reachable through a block alone that may never be: a rollback takes that one.
         let is_computed = |block: BlockId| self.pool.blocks[block.index()].committed;
-        let is_pending = sequence.path_len > 0 && !is_computed(sequence.table[sequence.path_len as usize - 1]);
+        let is_pending =
+            sequence.path_len > 0 && !is_computed(sequence.tables[0].blocks[sequence.path_len as usize - 1]);
         let (mut scratch, mut key) = (Vec::new(), Vec::new());
         let mut start = sequence.num_scheduled;
         while start + self.block_size < limit {
@@ -279,7 +336,7 @@ impl KVCacheManager {
             if is_pending && is_computed(block) {
                 break;
             }
-            found.blocks.push(block);
+            found.tables[0].push(block);
             found.node = child;
             start = end;
         }
@@ -301,6 +358,10 @@ impl KVCacheManager {
     pub(crate) fn append_token(&mut self, index: usize, token: i32) {
         self.sequences[index].tokens.push(token);
         self.register_filled(index);
+        if self.has_windows {
+            // The one before it was the last that was known.
+            self.leave_windows(index);
+        }
     }
 
     pub(crate) fn fork_at(&mut self, index: usize) -> SequenceId {
@@ -324,16 +385,20 @@ impl KVCacheManager {
     /// Gives a sequence without blocks all that `from` holds; the caller knows that their tokens so far are the same.
     pub(crate) fn adopt(&mut self, index: usize, from: usize) {
         let [source, target] = self.sequences.get_disjoint_mut([from, index]).expect("two live sequences");
-        source.table.iter().for_each(|&block| self.pool.hold(block));
-        target.table.clone_from(&source.table);
+        for (own, other) in target.tables.iter_mut().zip(&source.tables) {
+            other.held().for_each(|block| self.pool.hold(block));
+            own.blocks.clone_from(&other.blocks);
+            (own.num_null, own.num_left) = (other.num_null, other.num_left);
+        }
         target.num_computed = source.num_computed;
         target.num_scheduled = source.num_scheduled;
         source.tail = source.tail.max(Tail::Shared);
         target.tail = source.tail;
-        self.pool.prefixes.hold(source.root);
-        self.pool.prefixes.release_root(std::mem::replace(&mut target.root, source.root));
-        target.path = source.path;
+        let (root, path) = (source.root, source.path);
         target.path_len = source.path_len;
+        self.pool.prefixes.hold(root);
+        self.pool.prefixes.release_root(std::mem::replace(&mut target.root, root));
+        self.set_path(index, path);
     }
 
     /// Takes back the last `num_tokens` computed tokens of a sequence, which were guesses: nobody else knows of them.
@@ -371,12 +436,37 @@ impl KVCacheManager {
         }
         let root = self.pool.hold_root(&sequence.identity.root);
         self.pool.prefixes.release_root(std::mem::replace(&mut sequence.root, root));
-        sequence.path = root;
+        self.set_path(index, root);
+    }
+
+    /// Moves the end of a sequence's path, and the hold on it where blocks alone may not keep it.
+    fn set_path(&mut self, index: usize, node: NodeId) {
+        let before = std::mem::replace(&mut self.sequences[index].path, node);
+        if self.holds_paths {
+            self.pool.prefixes.hold_path(node);
+            self.pool.prefixes.release_path(before);
+        }
+    }
+
+    /// Takes a sequence's path back to its first `len` nodes, if it goes further.
+    fn rewind(&mut self, index: usize, len: u32) {
+        let Sequence { mut path, path_len, .. } = self.sequences[index];
+        if path_len <= len {
+            return;
+        }
+        for _ in len..path_len {
+            path = self.pool.prefixes.node(path).parent;
+        }
+        self.sequences[index].path_len = len;
+        self.set_path(index, path);
     }
 
     pub(crate) fn remove(&mut self, index: usize) {
         self.release_all(index);
         let sequence = &mut self.sequences[index];
+        if self.holds_paths {
+            self.pool.prefixes.release_path(sequence.path);
+        }
         self.pool.prefixes.release_root(sequence.root);
         sequence.is_live = false;
         sequence.generation = sequence.generation.wrapping_add(1);
@@ -392,13 +482,27 @@ impl KVCacheManager {
     /// Cuts a sequence's blocks to those of its first `num_tokens` tokens, releasing the last one first.
     fn shrink(&mut self, index: usize, num_tokens: u32) {
         self.pool.stamp += 1;
+        self.rewind(index, num_tokens / self.block_size);
         let sequence = &mut self.sequences[index];
-        sequence.rewind(&self.pool.prefixes, num_tokens / self.block_size);
         let named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
-        let keep = num_tokens.div_ceil(self.block_size) as usize;
-        while sequence.table.len() > keep {
-            let block = sequence.table.pop().expect("the table is longer than what is kept");
-            self.pool.release(block, named_by);
+        if let [table] = sequence.tables.as_mut_slice() {
+            let keep = num_tokens.div_ceil(self.groups[0].block_size);
+            while table.len() > keep {
+                if let Some(block) = table.pop() {
+                    self.pool.release(block, named_by);
+                }
+            }
+        } else {
+            // What ends last goes first, whatever its group: a hit needs all groups.
+            loop {
+                let goes_on =
+                    |(table, spec): &(&mut Table, &TableSpec)| table.len() > num_tokens.div_ceil(spec.block_size);
+                let tables = sequence.tables.iter_mut().zip(&self.groups).filter(goes_on);
+                let Some((table, _)) = tables.max_by_key(|(table, spec)| table.len() * spec.block_size) else { break };
+                if let Some(block) = table.pop() {
+                    self.pool.release(block, named_by);
+                }
+            }
         }
         sequence.num_scheduled = num_tokens;
     }
@@ -406,10 +510,14 @@ impl KVCacheManager {
     fn insert(&mut self, tokens: Tokens, identity: Arc<Identity>, uses_cache: bool, root: NodeId) -> SequenceId {
         let index = self.vacant.pop().unwrap_or(self.sequences.len() as u32);
         let recycled = self.sequences.get_mut(index as usize);
-        let (table, epoch, generation) =
-            recycled.map(|old| (std::mem::take(&mut old.table), old.epoch, old.generation)).unwrap_or_default();
+        let (mut tables, epoch, generation) =
+            recycled.map(|old| (std::mem::take(&mut old.tables), old.epoch, old.generation)).unwrap_or_default();
+        tables.resize_with(self.groups.len(), Table::default);
+        if self.holds_paths {
+            self.pool.prefixes.hold_path(root);
+        }
         let sequence = Sequence {
-            table,
+            tables,
             tokens,
             num_computed: 0,
             num_scheduled: 0,
@@ -466,4 +574,22 @@ pub(crate) fn check_identity(identity: &Identity) -> Result<()> {
         end = image.start + image.len;
     }
     Ok(())
+}
+
+/// The least common multiple of the groups' block sizes.
+fn hit_multiple(groups: &[TableSpec]) -> Result<u32> {
+    let gcd = |mut one: u64, mut other: u64| {
+        while other > 0 {
+            (one, other) = (other, one % other);
+        }
+        one
+    };
+    let multiple = groups.iter().fold(1_u64, |multiple, table| {
+        let size = u64::from(table.block_size);
+        (multiple / gcd(multiple, size)).saturating_mul(size)
+    });
+    match u32::try_from(multiple) {
+        Ok(multiple) if multiple < 1 << 30 => Ok(multiple),
+        _ => invalid("groups", "block sizes with a common multiple below 2^30", multiple),
+    }
 }

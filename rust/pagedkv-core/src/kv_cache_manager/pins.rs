@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{ComputedBlocks, KVCacheManager, Sequence};
+use super::{ComputedBlocks, KVCacheManager, Sequence, Table};
+use crate::cache_layout::TableSpec;
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
-use crate::ids::{BlockId, SequenceId};
+use crate::ids::{BlockId, NULL_BLOCK, SequenceId};
 
 /// A pinned prefix. Numbers rise by one and are never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -47,8 +48,8 @@ impl Pins {
     /// Whether the quota holds and each pinned block is counted, for the integrity check.
     pub(crate) fn is_counted(&self, sequences: &[Sequence]) -> bool {
         let mut counts = HashMap::new();
-        let tables = self.kept.iter().map(|(_, sequence)| &sequences[sequence.index as usize].table);
-        tables.flatten().for_each(|&block| *counts.entry(block).or_insert(0) += 1);
+        let tables = self.kept.iter().flat_map(|(_, sequence)| &sequences[sequence.index as usize].tables);
+        tables.flat_map(Table::held).for_each(|block| *counts.entry(block).or_insert(0) += 1);
         counts == self.counts && counts.len() <= self.quota as usize
     }
 }
@@ -71,16 +72,19 @@ impl KVCacheManager {
         let sequence = self.create(tokens, identity, true)?;
         let index = sequence.index as usize;
         let mut found = ComputedBlocks::default();
-        self.lookup(index, len + 1, &mut found);
-        self.keep_committed(&mut found);
+        self.lookup_computed(index, len + 1, &mut found);
         let counts = &self.pins.counts;
-        let num_new = found.blocks.iter().filter(|block| !counts.contains_key(block)).count();
+        let num_new = found.held().filter(|block| !counts.contains_key(block)).count();
         if counts.len() + num_new > self.pins.quota as usize {
             self.remove(index);
             return Ok(None);
         }
-        self.take_hits(index, &found);
-        for &block in &found.blocks {
+        if found.num_tokens > 0 {
+            self.take_hits(index, &found);
+        }
+        let pinned = &mut self.sequences[index];
+        (pinned.num_computed, pinned.num_scheduled) = (found.num_tokens, found.num_tokens);
+        for block in found.held() {
             *self.pins.counts.entry(block).or_default() += 1;
         }
         self.pins.newest += 1;
@@ -98,11 +102,11 @@ impl KVCacheManager {
             self.pins.kept.binary_search_by_key(&pin, |&(pin, _)| pin).map_err(|_| Error::UnknownPin(pin.get()))?;
         let (_, sequence) = self.pins.kept.remove(at);
         let index = sequence.index as usize;
-        for block in &self.sequences[index].table {
-            let count = self.pins.counts.get_mut(block).expect("a pin's blocks are counted");
+        for block in self.sequences[index].tables.iter().flat_map(Table::held) {
+            let count = self.pins.counts.get_mut(&block).expect("a pin's blocks are counted");
             *count -= 1;
             if *count == 0 {
-                self.pins.counts.remove(block);
+                self.pins.counts.remove(&block);
             }
         }
         self.remove(index);
@@ -123,25 +127,22 @@ impl KVCacheManager {
         stale.into_iter().for_each(|pin| self.unpin(pin).expect("the pin was just found"));
     }
 
-    /// Cuts a lookup to blocks whose tokens were computed.
-    fn keep_committed(&self, found: &mut ComputedBlocks) {
-        let pool = &self.pool;
-        let num_committed = found.blocks.iter().take_while(|block| pool.blocks[block.index()].committed).count();
-        while found.blocks.len() > num_committed {
-            found.blocks.pop();
-            found.node = pool.prefixes.node(found.node).parent;
-            found.num_tokens -= self.block_size;
+    /// A lookup from the start that finds only blocks whose tokens were computed.
+    fn lookup_computed(&self, index: usize, limit: u32, found: &mut ComputedBlocks) {
+        self.lookup(index, limit, found);
+        // What windows need of a shorter prefix is other blocks.
+        while let Some(start) = self.first_pending(found) {
+            self.lookup(index, start + 1, found);
         }
     }
 
-    /// Gives a sequence without blocks those that a lookup found for it, outside any plan.
-    fn take_hits(&mut self, index: usize, found: &ComputedBlocks) {
-        self.pool.hold_hits(&found.blocks, None);
-        let sequence = &mut self.sequences[index];
-        sequence.table.extend_from_slice(&found.blocks);
-        (sequence.num_computed, sequence.num_scheduled) = (found.num_tokens, found.num_tokens);
-        if !found.blocks.is_empty() {
-            (sequence.path, sequence.path_len) = (found.node, found.blocks.len() as u32);
-        }
+    /// Where the first block starts that is still to be computed.
+    fn first_pending(&self, found: &ComputedBlocks) -> Option<u32> {
+        let is_pending = |&block: &BlockId| block != NULL_BLOCK && !self.pool.blocks[block.index()].committed;
+        let first = |(group, spec): (usize, &TableSpec)| {
+            let column = found.group_blocks(group).iter().position(is_pending)?;
+            Some(column as u32 * spec.block_size)
+        };
+        self.groups.iter().enumerate().filter_map(first).min()
     }
 }

@@ -1,12 +1,17 @@
 //! Growth inside plans, and what is kept to undo it.
 
+use smallvec::SmallVec;
+
 use super::{ComputedBlocks, KVCacheManager, Sequence, Tail};
+use crate::block_pool::BlockPool;
 use crate::error::{Error, Result};
-use crate::ids::{BlockId, NO_NODE, PlanId, SequenceId};
+use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId, PlanId, SequenceId};
 
 /// A block that was copied because the sequence had to write into one that others need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
+    /// Cache group of the block table.
+    pub group: u32,
     /// Entry of the block table that changed.
     pub column: u32,
     /// The block that was there, and whose contents are needed.
@@ -24,8 +29,9 @@ pub(crate) struct Growth {
     before: u32,
     start: u32,
     pub(super) after: u32,
-    copy: Option<BlockCopy>,
-    /// What the tail was before; a copy by which it became the sequence's own goes back, and so do those of others.
+    /// The last copies of the record at the time; those by which the tail became the sequence's own go back.
+    num_copies: u32,
+    /// What the tail was before.
     tail: Tail,
     /// Whether its last tokens were guesses.
     pub(super) has_drafts: bool,
@@ -43,6 +49,14 @@ impl Growth {
     }
 }
 
+/// Where a plan stood.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mark {
+    growths: usize,
+    fills: usize,
+    copies: usize,
+}
+
 /// What a plan did, so that it can be published or undone.
 #[derive(Debug)]
 pub(crate) struct PlanRecord {
@@ -50,30 +64,36 @@ pub(crate) struct PlanRecord {
     pub(crate) growths: Vec<Growth>,
     /// Blocks that the plan fills with known tokens.
     pub(crate) fills: Vec<BlockId>,
+    /// Copies of all growths, in their order.
+    pub(crate) copies: Vec<BlockCopy>,
 }
 
-/// What a growth did to a sequence's block table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Extension {
-    pub(crate) copy: Option<BlockCopy>,
-    /// Table entries before the growth; those from here on are new.
-    pub(crate) first_new_column: u32,
+impl PlanRecord {
+    fn new(id: PlanId) -> Self {
+        Self { id, growths: Vec::new(), fills: Vec::new(), copies: Vec::new() }
+    }
+
+    fn clear(&mut self) {
+        self.growths.clear();
+        self.fills.clear();
+        self.copies.clear();
+    }
 }
 
 /// Slots for the tokens of one growth.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedSlots {
-    /// Where each new token's key and value go: `block * block_size + offset`.
+    /// Where each new token's key and value go, group after group: `block * block_size + offset`.
     pub slot_mapping: Vec<i64>,
-    /// A block to copy before anything is written.
-    pub copy: Option<BlockCopy>,
+    /// Blocks to copy before anything is written, at most one per group.
+    pub copies: Vec<BlockCopy>,
 }
 
 impl KVCacheManager {
     /// Opens a plan. Growth goes to the newest plan.
     pub fn begin_plan(&mut self) -> PlanId {
         let id = self.pool.begin_plan();
-        let mut record = self.spare_records.pop().unwrap_or(PlanRecord { id, growths: Vec::new(), fills: Vec::new() });
+        let mut record = self.spare_records.pop().unwrap_or(PlanRecord::new(id));
         record.id = id;
         self.plans.push_back(record);
         id
@@ -121,7 +141,7 @@ impl KVCacheManager {
 
     fn end_oldest(&mut self, drops_untold: bool) {
         let mut record = self.plans.pop_front().expect("the plan is in flight");
-        for growth in record.growths.drain(..) {
+        for growth in &record.growths {
             let sequence = &mut self.sequences[growth.sequence as usize];
             if sequence.epoch == growth.epoch {
                 sequence.num_computed = growth.after;
@@ -137,6 +157,15 @@ impl KVCacheManager {
             self.pool.publish(block);
         }
         self.pool.end_oldest_plan();
+        if self.has_windows {
+            // What leaves now is public already, and outlives its sequence in the cache.
+            for growth in &record.growths {
+                if growth.is_of(&self.sequences) {
+                    self.leave_windows(growth.sequence as usize);
+                }
+            }
+        }
+        record.clear();
         self.spare_records.push(record);
     }
 
@@ -149,6 +178,7 @@ impl KVCacheManager {
         while self.plans.len() > keep {
             let mut record = self.plans.pop_back().expect("there are more plans than are kept");
             self.undo(&mut record);
+            record.clear();
             self.spare_records.push(record);
             self.pool.cancel_newest_plan();
         }
@@ -159,33 +189,40 @@ impl KVCacheManager {
     pub(crate) fn blocks_needed(&self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) -> u32 {
         let sequence = &self.sequences[index];
         let end = sequence.num_scheduled + computed.num_tokens + num_new_tokens;
-        let have = (sequence.table.len() + computed.blocks.len()) as u32;
-        let new = end.div_ceil(self.block_size).saturating_sub(have);
-        let evictable = computed.blocks.iter().filter(|&&block| self.pool.is_evictable(block)).count() as u32;
-        new + evictable + u32::from(self.tail_to_copy(index).is_some())
+        let mut needed = 0;
+        for (group, (table, spec)) in sequence.tables.iter().zip(&self.groups).enumerate() {
+            let hits = computed.group_blocks(group);
+            let have = table.len() + hits.len() as u32;
+            needed += end.div_ceil(spec.block_size).saturating_sub(have) + self.num_evictable(hits);
+            needed += u32::from(self.tail_to_copy(index, group).is_some());
+        }
+        needed
+    }
+
+    /// Blocks that are available as long as nobody takes them.
+    pub(crate) fn num_evictable(&self, blocks: &[BlockId]) -> u32 {
+        blocks.iter().filter(|&&block| self.pool.is_evictable(block)).count() as u32
     }
 
     /// Grows a sequence in the newest plan. The caller has made sure of the room.
-    pub(crate) fn extend(&mut self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) -> Extension {
+    pub(crate) fn extend(&mut self, index: usize, num_new_tokens: u32, computed: &ComputedBlocks) {
         let plan = self.plans.back().expect("a plan is open").id;
         if self.sequences[index].num_scheduled == 0 {
             self.renew_root(index);
         }
         let tail = self.sequences[index].tail;
-        let copy = self.unshare_tail(index, plan);
-        let sequence = &mut self.sequences[index];
-        let before = sequence.num_scheduled;
-        let first_new_column = sequence.table.len() as u32;
+        let num_copies = self.unshare_tail(index, plan);
+        let before = self.sequences[index].num_scheduled;
         let start = before + computed.num_tokens;
         let after = start + num_new_tokens;
-        self.pool.hold_hits(&computed.blocks, sequence.retention);
-        sequence.table.extend_from_slice(&computed.blocks);
-        if !computed.blocks.is_empty() {
-            sequence.path = computed.node;
-            sequence.path_len += computed.blocks.len() as u32;
+        if computed.num_tokens > 0 {
+            self.take_hits(index, computed);
         }
-        while (sequence.table.len() as u32) < after.div_ceil(self.block_size) {
-            sequence.table.push(self.pool.allocate_one());
+        let sequence = &mut self.sequences[index];
+        for (group, (table, spec)) in sequence.tables.iter_mut().zip(&self.groups).enumerate() {
+            while table.len() < after.div_ceil(spec.block_size) {
+                table.blocks.push(take_block(&mut self.pool, group));
+            }
         }
         sequence.num_scheduled = after;
         match sequence.in_flight.last_mut() {
@@ -198,13 +235,32 @@ impl KVCacheManager {
             before,
             start,
             after,
-            copy,
+            num_copies,
             tail,
             has_drafts: false,
         };
         self.plans.back_mut().expect("a plan is open").growths.push(growth);
         self.register_filled(index);
-        Extension { copy, first_new_column }
+    }
+
+    /// The copies of the newest growth.
+    pub(crate) fn last_copies(&self) -> &[BlockCopy] {
+        let record = self.plans.back().expect("a plan is open");
+        let num_copies = record.growths.last().map_or(0, |growth| growth.num_copies as usize);
+        &record.copies[record.copies.len() - num_copies..]
+    }
+
+    /// Gives a sequence the blocks that a lookup found for it. Holds come before anything is allocated.
+    pub(super) fn take_hits(&mut self, index: usize, computed: &ComputedBlocks) {
+        let sequence = &mut self.sequences[index];
+        for (group, table) in sequence.tables.iter_mut().enumerate() {
+            let blocks = computed.group_blocks(group);
+            self.pool.hold_hits(blocks, sequence.retention);
+            table.num_null += blocks.iter().filter(|&&block| block == NULL_BLOCK).count() as u32;
+            table.blocks.extend_from_slice(blocks);
+        }
+        sequence.path_len += computed.num_tokens / self.block_size;
+        self.set_path(index, computed.node);
     }
 
     /// Takes the last tokens that a sequence grew by in the newest plan out of it again. They are not known tokens.
@@ -224,45 +280,61 @@ impl KVCacheManager {
     /// Puts every block that is, or is about to be, full of known tokens on its node.
     pub(super) fn register_filled(&mut self, index: usize) {
         let block_size = self.block_size;
-        let sequence = &mut self.sequences[index];
-        if !sequence.uses_cache {
+        if !self.sequences[index].uses_cache {
             return;
         }
         loop {
+            let sequence = &self.sequences[index];
             let end = (sequence.path_len + 1) * block_size;
             if end > sequence.num_scheduled || end > sequence.tokens.len() {
                 return;
             }
-            let block = sequence.table[sequence.path_len as usize];
             let mut key = Vec::new();
             sequence.identity.encode_block(end - block_size, end, &mut key);
             let prefixes = &mut self.pool.prefixes;
             let node = sequence.tokens.with_range(end - block_size, end, &mut self.scratch, |tokens| {
                 prefixes.intern(sequence.path, tokens, &key)
             });
-            self.pool.attach(block, node);
-            if let Some(retention) = sequence.retention {
-                self.pool.retain(block, retention);
-            }
-            sequence.path = node;
-            sequence.path_len += 1;
-            match sequence.in_flight.iter().find(|&&(_, after)| end <= after) {
-                Some(&(plan, _)) if end > sequence.num_computed => {
-                    let filling = self.plans.iter_mut().find(|record| record.id == plan);
-                    filling.expect("a plan that names the sequence is in flight").fills.push(block);
-                }
-                _ => self.pool.publish(block),
+            self.sequences[index].path_len += 1;
+            self.set_path(index, node);
+            for group in 0..self.groups.len() {
+                self.register(index, group, end, node);
             }
         }
     }
 
-    /// The block into which the next token goes, if it must be copied first.
-    fn tail_to_copy(&self, index: usize) -> Option<BlockId> {
+    /// Puts the block of a group that ends at `end`, if one does, on the node that ends there.
+    fn register(&mut self, index: usize, group: usize, end: u32, node: NodeId) {
         let sequence = &self.sequences[index];
-        if sequence.tail == Tail::Own || sequence.num_scheduled.is_multiple_of(self.block_size) {
+        let group_size = self.groups[group].block_size;
+        if !end.is_multiple_of(group_size) {
+            return;
+        }
+        let block = sequence.tables[group].blocks[(end / group_size - 1) as usize];
+        if block == NULL_BLOCK {
+            return;
+        }
+        self.pool.attach(block, node);
+        if let Some(retention) = sequence.retention {
+            self.pool.retain(block, retention);
+        }
+        match sequence.in_flight.iter().find(|&&(_, after)| end <= after) {
+            Some(&(plan, _)) if end > sequence.num_computed => {
+                let filling = self.plans.iter_mut().find(|record| record.id == plan);
+                filling.expect("a plan that names the sequence is in flight").fills.push(block);
+            }
+            _ => self.pool.publish(block),
+        }
+    }
+
+    /// The block of a group into which the next token goes, if it must be copied first.
+    pub(crate) fn tail_to_copy(&self, index: usize, group: usize) -> Option<BlockId> {
+        let sequence = &self.sequences[index];
+        let block_size = self.groups[group].block_size;
+        if sequence.tail == Tail::Own || sequence.num_scheduled.is_multiple_of(block_size) {
             return None;
         }
-        let tail = sequence.table[(sequence.num_scheduled / self.block_size) as usize];
+        let tail = sequence.tables[group].blocks[(sequence.num_scheduled / block_size) as usize];
         let record = &self.pool.blocks[tail.index()];
         let is_needed = record.ref_count > 1
             || record.node != NO_NODE && self.pool.carries_descendants(tail)
@@ -270,37 +342,52 @@ impl KVCacheManager {
         is_needed.then_some(tail)
     }
 
-    /// Makes the block into which the next token goes the sequence's own: by a copy if others hold it, or the cache or a
-    /// plan in flight needs it, else by taking it out of the cache.
-    fn unshare_tail(&mut self, index: usize, plan: PlanId) -> Option<BlockCopy> {
-        let source = self.tail_to_copy(index);
-        let sequence = &mut self.sequences[index];
-        let offset = sequence.num_scheduled % self.block_size;
-        let column = sequence.num_scheduled / self.block_size;
-        if std::mem::take(&mut sequence.tail) == Tail::Own || offset == 0 {
-            return None;
+    /// Makes the blocks into which the next token goes the sequence's own: by a copy if others hold one, or the cache or a
+    /// plan in flight needs it, else by taking it out of the cache. Answers how many were copied.
+    fn unshare_tail(&mut self, index: usize, plan: PlanId) -> u32 {
+        if self.sequences[index].tail == Tail::Own {
+            return 0;
         }
-        let Some(source) = source else {
-            self.pool.forget(sequence.table[column as usize]);
-            return None;
-        };
-        let target = self.pool.allocate_one();
-        sequence.table[column as usize] = target;
-        self.pool.release(source, Some(plan));
-        Some(BlockCopy { column, source, target })
+        // All are chosen before the first is copied: that may evict what continues another.
+        let sources: SmallVec<[_; 4]> = (0..self.groups.len()).map(|group| self.tail_to_copy(index, group)).collect();
+        let sequence = &mut self.sequences[index];
+        sequence.tail = Tail::Own;
+        let mut num_copies = 0;
+        for (group, source) in sources.into_iter().enumerate() {
+            let column = sequence.num_scheduled / self.groups[group].block_size;
+            if sequence.num_scheduled.is_multiple_of(self.groups[group].block_size) {
+                continue;
+            }
+            let entry = &mut sequence.tables[group].blocks[column as usize];
+            let Some(source) = source else {
+                self.pool.forget(*entry);
+                continue;
+            };
+            let target = take_block(&mut self.pool, group);
+            *entry = target;
+            self.pool.release(source, Some(plan));
+            let copy = BlockCopy { group: group as u32, column, source, target };
+            self.plans.back_mut().expect("a plan is open").copies.push(copy);
+            num_copies += 1;
+        }
+        num_copies
     }
 
     /// Where the newest plan stands, for [`Self::undo_to`].
-    pub(crate) fn mark(&self) -> (usize, usize) {
+    pub(crate) fn mark(&self) -> Mark {
         let record = self.plans.back().expect("a plan is open");
-        (record.growths.len(), record.fills.len())
+        Mark { growths: record.growths.len(), fills: record.fills.len(), copies: record.copies.len() }
     }
 
     /// Undoes what was done in the newest plan since the mark.
-    pub(crate) fn undo_to(&mut self, (growths, fills): (usize, usize)) {
+    pub(crate) fn undo_to(&mut self, mark: Mark) {
         let record = self.plans.back_mut().expect("a plan is open");
-        let (growths, fills) = (record.growths.split_off(growths), record.fills.split_off(fills));
-        let mut since = PlanRecord { id: record.id, growths, fills };
+        let mut since = PlanRecord {
+            id: record.id,
+            growths: record.growths.split_off(mark.growths),
+            fills: record.fills.split_off(mark.fills),
+            copies: record.copies.split_off(mark.copies),
+        };
         self.undo(&mut since);
     }
 
@@ -308,7 +395,7 @@ impl KVCacheManager {
     fn undo(&mut self, record: &mut PlanRecord) {
         for growth in record.growths.iter().rev() {
             if growth.is_of(&self.sequences) {
-                self.sequences[growth.sequence as usize].rewind(&self.pool.prefixes, growth.before / self.block_size);
+                self.rewind(growth.sequence as usize, growth.before / self.block_size);
             }
         }
         // What was never computed leaves the tree before blocks that were are released, which keeps those in order.
@@ -316,6 +403,7 @@ impl KVCacheManager {
             self.pool.withdraw(block);
         }
         for growth in record.growths.drain(..).rev() {
+            let copies = record.copies.split_off(record.copies.len() - growth.num_copies as usize);
             if !growth.is_of(&self.sequences) {
                 continue;
             }
@@ -332,8 +420,8 @@ impl KVCacheManager {
                 self.forget_drafts(index);
             }
             let sequence = &mut self.sequences[index];
-            if let Some(BlockCopy { column, source, target }) = growth.copy {
-                sequence.table[column as usize] = source;
+            for BlockCopy { group, column, source, target } in copies {
+                sequence.tables[group as usize].blocks[column as usize] = source;
                 self.pool.hold(source);
                 self.pool.release(target, named_by);
             }
@@ -354,4 +442,11 @@ impl KVCacheManager {
     pub(crate) fn sequence(&self, index: usize) -> &Sequence {
         &self.sequences[index]
     }
+}
+
+/// A block for a table of the group.
+fn take_block(pool: &mut BlockPool, group: usize) -> BlockId {
+    let block = pool.allocate_one();
+    pool.blocks[block.index()].group = group as u8;
+    block
 }

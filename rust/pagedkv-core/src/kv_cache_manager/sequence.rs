@@ -6,8 +6,7 @@ use smallvec::SmallVec;
 
 use crate::config::Retention;
 use crate::identity::{Identity, Tokens};
-use crate::ids::{BlockId, NodeId, PlanId};
-use crate::prefix_cache::PrefixCache;
+use crate::ids::{BlockId, NULL_BLOCK, NodeId, PlanId};
 
 /// What the block into which a sequence writes next may be besides its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,10 +21,52 @@ pub(crate) enum Tail {
     Cut,
 }
 
-/// One sequence: its tokens, its block table, and how far it is computed.
+/// The blocks of a sequence in one cache group, by column.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    pub(crate) blocks: Vec<BlockId>,
+    /// Columns that hold the null block: what left the window, and what a hit never needed.
+    pub(crate) num_null: u32,
+    /// The first columns, which left the window for good.
+    pub(crate) num_left: u32,
+}
+
+impl Table {
+    pub(crate) const fn len(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Columns with a block.
+    pub(crate) const fn num_held(&self) -> u32 {
+        self.len() - self.num_null
+    }
+
+    pub(crate) fn held(&self) -> impl DoubleEndedIterator<Item = BlockId> {
+        self.blocks.iter().copied().filter(|&block| block != NULL_BLOCK)
+    }
+
+    /// Takes the last column away; answers its block, if it has one.
+    pub(super) fn pop(&mut self) -> Option<BlockId> {
+        let block = self.blocks.pop().expect("the caller counted the columns");
+        self.num_left = self.num_left.min(self.len());
+        self.num_null -= u32::from(block == NULL_BLOCK);
+        (block != NULL_BLOCK).then_some(block)
+    }
+}
+
+impl Sequence {
+    /// The length that nothing takes back, short of a truncation: computed by plans that committed, and at least one token
+    /// less than is known. Guesses that were computed may yet be rejected, and a session computes its last token again.
+    pub(crate) fn committed_len(&self) -> u32 {
+        self.num_computed.min(self.tokens.len().saturating_sub(1))
+    }
+}
+
+/// One sequence: its tokens, its block tables, and how far it is computed.
 #[derive(Debug)]
 pub(crate) struct Sequence {
-    pub(crate) table: Vec<BlockId>,
+    /// One per cache group.
+    pub(crate) tables: SmallVec<[Table; 1]>,
     pub(crate) tokens: Tokens,
     /// Tokens computed by plans that committed.
     pub(crate) num_computed: u32,
@@ -56,14 +97,4 @@ pub(crate) struct Sequence {
     pub(crate) is_live: bool,
     /// A session holds it: it is in no block table that a kernel reads.
     pub(crate) is_kept: bool,
-}
-
-impl Sequence {
-    /// Takes the path back to its first `len` blocks, if it goes further.
-    pub(super) fn rewind(&mut self, prefixes: &PrefixCache, len: u32) {
-        while self.path_len > len {
-            self.path = prefixes.node(self.path).parent;
-            self.path_len -= 1;
-        }
-    }
 }

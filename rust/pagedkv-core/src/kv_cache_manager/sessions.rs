@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{KVCacheManager, Tail};
+use super::{KVCacheManager, Table, Tail};
 use crate::identity::Tokens;
 
 impl KVCacheManager {
@@ -25,9 +25,10 @@ impl KVCacheManager {
     pub(crate) fn cut_computed(&mut self, index: usize, most: u32) {
         let sequence = &mut self.sequences[index];
         if sequence.num_scheduled > most {
-            sequence.num_computed = most;
             sequence.tail = Tail::Cut;
-            self.shrink(index, most);
+            let kept = if self.has_all_that_is_needed_at(index, most) { most } else { 0 };
+            self.sequences[index].num_computed = kept;
+            self.shrink(index, kept);
         }
     }
 
@@ -49,7 +50,7 @@ impl KVCacheManager {
     /// Blocks that sequences hold between them, each counted once.
     pub(crate) fn num_distinct_blocks(&self, sequences: impl Iterator<Item = u32>) -> u32 {
         let mut blocks: Vec<_> =
-            sequences.flat_map(|index| &self.sequences[index as usize].table).map(|block| block.get()).collect();
+            sequences.flat_map(|index| &self.sequences[index as usize].tables).flat_map(Table::held).collect();
         blocks.sort_unstable();
         blocks.dedup();
         blocks.len() as u32
@@ -58,9 +59,9 @@ impl KVCacheManager {
     /// Blocks that sessions keep and no other sequence holds.
     pub(crate) fn num_blocks_of_sessions(&self) -> u32 {
         let kept = self.sequences.iter().filter(|sequence| sequence.is_live && sequence.is_kept);
-        let mut blocks: Vec<_> = kept.flat_map(|sequence| &sequence.table).map(|block| block.get()).collect();
+        let mut blocks: Vec<_> = kept.flat_map(|sequence| &sequence.tables).flat_map(Table::held).collect();
         blocks.sort_unstable();
         let by_block = blocks.chunk_by(|one, other| one == other);
-        by_block.filter(|same| same.len() as u32 == self.pool.blocks[same[0] as usize].ref_count).count() as u32
+        by_block.filter(|same| same.len() as u32 == self.pool.blocks[same[0].index()].ref_count).count() as u32
     }
 }

@@ -42,7 +42,7 @@ impl Scheduler {
         let needed = if self.is_first(slot) {
             self.manager.blocks_needed(index, num_new, hits)
         } else {
-            self.manager.blocks_needed(index, want.target - start, hits) + others + pass.claimed + self.watermark_blocks
+            self.blocks_to_admit(index, want.target, hits) + others + pass.claimed + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
             let order = self.request(slot).order;
@@ -66,8 +66,7 @@ impl Scheduler {
         self.request_mut(slot).stage = stage;
         self.extend(pass, slot, leader, num_new, want, hits);
         pass.record.entries.last_mut().expect("the admission was just added").is_admission = true;
-        let columns = want.target.div_ceil(self.manager.block_size);
-        pass.claimed += others + columns.saturating_sub(self.manager.sequence(index).table.len() as u32);
+        pass.claimed += others + self.blocks_to_come(index, want.target);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true
     }
@@ -94,8 +93,7 @@ impl Scheduler {
         let needed = if self.is_first(slot) {
             self.manager.blocks_needed(index, num_new, &hits)
         } else {
-            let others = self.others_need(slot);
-            self.manager.blocks_needed(index, want.target - start, &hits) + others + self.watermark_blocks
+            self.blocks_to_admit(index, want.target, &hits) + self.others_need(slot) + self.watermark_blocks
         };
         self.hits = hits;
         (needed, start + num_new < want.target)
@@ -151,9 +149,7 @@ impl Scheduler {
         for other in (0..n).filter(|&other| other != leader) {
             if self.request(slot).samples[other].finish.is_none() {
                 let index = self.ensure_sequence(slot, other);
-                let sequence = self.manager.sequence(index);
-                let num_new = sequence.tokens.len() - sequence.num_scheduled;
-                needed += self.manager.blocks_needed(index, num_new, &no_hits);
+                needed += self.blocks_to_admit(index, self.manager.sequence(index).tokens.len(), &no_hits);
             }
         }
         needed

@@ -55,6 +55,7 @@ impl Scheduler {
             self.continue_family(family, &children, tokens, &mut outcome, &mut result);
         }
         report(parents, &drawn, &children, &outcome, &mut result);
+        self.announce_departures();
         self.seats.plans_ended(self.plans.front().map(|record| record.id));
         record.clear();
         self.spare_plans.push(record);
@@ -271,9 +272,8 @@ impl Scheduler {
     /// Counts the blocks that a gang still needs for the tokens that it knows.
     fn claim(&self, pass: &mut Pass, slot: u32) {
         for sample in self.request(slot).samples.iter().filter(|sample| sample.finish.is_none()) {
-            let sequence = self.manager.sequence(sample.sequence as usize);
-            let columns = sequence.tokens.len().div_ceil(self.manager.block_size);
-            pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
+            let index = sample.sequence as usize;
+            pass.claimed += self.blocks_to_come(index, self.manager.sequence(index).tokens.len());
         }
     }
 

@@ -1,9 +1,9 @@
 //! From a pass to the plan's arrays.
 
 use super::pass::{Entry, Pass};
-use super::request::Stage;
+use super::request::{NONE, Stage};
 use super::{Cell, Departure, InFlight, Scheduler};
-use crate::ids::PlanId;
+use crate::ids::{BlockId, PlanId};
 use crate::step_plan::{Change, Changes, Field, Header, StepPlan, encode_changes};
 
 impl Scheduler {
@@ -25,7 +25,7 @@ impl Scheduler {
             num_sequences: record.entries.len() as u32,
             num_tokens: record.entries.iter().map(|entry| entry.end - entry.start).sum(),
             num_samples,
-            num_groups: self.num_groups,
+            num_groups: self.manager.groups.len() as u32,
             num_table_updates: updates.len() as u32,
             num_copies: copies.len() as u32,
             num_change_bytes: encoded.len() as u32,
@@ -34,7 +34,9 @@ impl Scheduler {
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
         Self::write_sequences(&record.entries, &mut plan);
         self.write_tokens(&record.entries, &mut plan);
-        plan.i32s_mut(Field::NumCommonPrefixBlocks).fill(self.common_prefix(&record.entries));
+        for (group, out) in plan.i32s_mut(Field::NumCommonPrefixBlocks).iter_mut().enumerate() {
+            *out = self.common_prefix(&record.entries, group);
+        }
         plan.i32s_mut(Field::TableUpdates).copy_from_slice(updates.as_flattened());
         plan.i32s_mut(Field::Copies).copy_from_slice(copies.as_flattened());
         plan.bytes_of_mut(Field::Changes).copy_from_slice(&encoded);
@@ -80,11 +82,10 @@ impl Scheduler {
             self.seats.set_announced(sequence as usize, true);
             let request_id = self.request(seat.slot).id.to_string();
             changes.new.push(Change { row: seat.row, request_id, sample: seat.sample });
-            let table = &self.manager.sequence(sequence as usize).table;
-            let row = |(column, block): (usize, &crate::ids::BlockId)| {
-                [0, seat.row as i32, column as i32, block.get() as i32]
-            };
-            updates.extend(table.iter().enumerate().map(row));
+            for (group, table) in (0..).zip(&self.manager.sequence(sequence as usize).tables) {
+                let row = |(column, block): (i32, &BlockId)| [group, seat.row as i32, column, block.get() as i32];
+                updates.extend((0..).zip(&table.blocks).map(row));
+            }
         }
         if !announced.repeated.is_empty() {
             record.cells.append(&mut announced.repeated);
@@ -114,8 +115,9 @@ impl Scheduler {
     /// A cell's present value, if it is still in use.
     fn cell_update(&self, cell: Cell) -> Option<[i32; 4]> {
         let sequence = self.manager.resident(cell.sequence as usize, cell.epoch)?;
-        let block = sequence.table.get(cell.column as usize)?;
-        Some([0, self.seats.seat(cell.sequence as usize).row as i32, cell.column as i32, block.get() as i32])
+        let block = sequence.tables[cell.group as usize].blocks.get(cell.column as usize)?;
+        let row = self.seats.seat(cell.sequence as usize).row;
+        Some([cell.group as i32, row as i32, cell.column as i32, block.get() as i32]).filter(|_| row != NONE)
     }
 
     fn write_sequences(entries: &[Entry], plan: &mut StepPlan) {
@@ -148,7 +150,7 @@ impl Scheduler {
     }
 
     fn write_tokens(&self, entries: &[Entry], plan: &mut StepPlan) {
-        let block_size = self.manager.block_size;
+        let num_tokens = plan.sizes().num_tokens as usize;
         let mut at = 0;
         for entry in entries {
             let sequence = self.manager.sequence(entry.sequence as usize);
@@ -168,32 +170,25 @@ impl Scheduler {
                 // Only the sample that the previous plan draws is unknown.
                 plan.i32s_mut(Field::InputFrom)[at + len - 1] = entry.drawn_before.1 as i32;
             }
-            let mut slots = &mut plan.i64s_mut(Field::SlotMapping)[at..][..len];
-            let mut position = entry.start;
-            while !slots.is_empty() {
-                let offset = position % block_size;
-                let run = ((block_size - offset) as usize).min(slots.len());
-                let block = sequence.table[(position / block_size) as usize];
-                let first = i64::from(block.get()) * i64::from(block_size) + i64::from(offset);
-                let (now, rest) = slots.split_at_mut(run);
-                now.iter_mut().zip(first..).for_each(|(out, slot)| *out = slot);
-                position += run as u32;
-                slots = rest;
+            for (group, (table, spec)) in sequence.tables.iter().zip(&self.manager.groups).enumerate() {
+                let slots = &mut plan.i64s_mut(Field::SlotMapping)[group * num_tokens + at..][..len];
+                write_slots(&table.blocks, spec.block_size, entry.start, slots);
             }
             at += len;
         }
     }
 
-    /// Leading blocks that every sequence of the plan shares and that hold only tokens of earlier steps.
-    fn common_prefix(&self, entries: &[Entry]) -> i32 {
-        let Some((first, others)) = entries.split_first() else {
+    /// Leading blocks of a group that every sequence of the plan shares and that hold only tokens of earlier steps. None
+    /// where there is a window: not every query sees them.
+    fn common_prefix(&self, entries: &[Entry], group: usize) -> i32 {
+        let spec = self.manager.groups[group];
+        let Some((first, others)) = entries.split_first().filter(|_| spec.sliding_window.is_none()) else {
             return 0;
         };
-        let full = |entry: &Entry| (entry.start / self.manager.block_size) as usize;
-        let table = |entry: &Entry| &self.manager.sequence(entry.sequence as usize).table[..full(entry)];
+        let full = |entry: &Entry| (entry.start / spec.block_size) as usize;
+        let table = |entry: &Entry| &self.manager.sequence(entry.sequence as usize).tables[group].blocks[..full(entry)];
         let first = table(first);
-        let held_by_all =
-            |&&block: &&_| self.manager.pool().blocks[crate::ids::BlockId::index(block)].ref_count as usize;
+        let held_by_all = |&&block: &&BlockId| self.manager.pool().blocks[block.index()].ref_count as usize;
         let mut common = first.iter().take_while(|block| held_by_all(block) > others.len()).count();
         for entry in others {
             if common == 0 {
@@ -217,5 +212,20 @@ impl Scheduler {
         let oldest = self.plans.front().map(|record| record.id);
         let fencing = self.manager.pool().first_fencing_plan();
         fencing.filter(|&plan| self.plans.iter().any(|record| record.id == plan)).or(oldest)
+    }
+}
+
+/// Where the tokens from `start` on go in a block table.
+fn write_slots(table: &[BlockId], block_size: u32, start: u32, mut slots: &mut [i64]) {
+    let mut position = start;
+    while !slots.is_empty() {
+        let offset = position % block_size;
+        let run = ((block_size - offset) as usize).min(slots.len());
+        let block = table[(position / block_size) as usize];
+        let first = i64::from(block.get()) * i64::from(block_size) + i64::from(offset);
+        let (now, rest) = slots.split_at_mut(run);
+        now.iter_mut().zip(first..).for_each(|(out, slot)| *out = slot);
+        position += run as u32;
+        slots = rest;
     }
 }

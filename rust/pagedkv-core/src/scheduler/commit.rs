@@ -2,9 +2,10 @@
 
 use super::pass::Entry;
 use super::request::{FinishReason, Stage};
-use super::{InFlight, Scheduler};
+use super::{Cell, InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::ids::{Handle, PlanId};
+use crate::kv_cache_manager::DepartedColumn;
 
 /// What a commit did. The four arrays have one entry per sample that got tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -107,10 +108,20 @@ impl Scheduler {
                 self.take_tokens(entry, sample as usize, tokens, &mut result);
             }
         }
+        self.announce_departures();
         self.seats.plans_ended(self.plans.front().map(|record| record.id));
         record.clear();
         self.spare_plans.push(record);
         result
+    }
+
+    /// Lets the next plan tell of the columns that left a window.
+    pub(super) fn announce_departures(&mut self) {
+        let cells = self.manager.departed.iter_mut().flat_map(|departed| departed.drain(..)).map(|column| {
+            let DepartedColumn { sequence, epoch, group, column } = column;
+            Cell { sequence, epoch, group, column }
+        });
+        self.announcements.repeated.extend(cells);
     }
 
     pub(super) fn oldest(&self, plan: PlanId) -> Result<&InFlight> {

@@ -6,12 +6,12 @@ use crate::error::{Error, Result, invalid};
 use crate::ids::{BlockId, PlanId};
 
 impl Scheduler {
-    /// Writes the block tables of a plan's sequences, row by row, the rest of each row as null blocks.
+    /// Writes the block tables of a plan's sequences in a cache group, row by row, the rest of each row as null blocks.
     ///
     /// # Errors
-    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] where `out` is no multiple of `columns` or too small.
-    pub fn write_block_table(&self, plan: PlanId, columns: usize, out: &mut [i32]) -> Result<()> {
-        let tables = self.tables_of(plan)?;
+    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or where `out` is no multiple of `columns` or too small.
+    pub fn write_block_table(&self, plan: PlanId, group: usize, columns: usize, out: &mut [i32]) -> Result<()> {
+        let tables = self.tables_of(plan, group)?;
         let widest = tables.iter().map(|(table, _)| table.len()).max().unwrap_or(0);
         if columns < widest || out.len() != columns * tables.len() {
             let expected = format!("{} rows of at least {widest} columns", tables.len());
@@ -24,19 +24,22 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Writes the block tables of a plan's sequences end to end: where each starts, its blocks, and the tokens in its
+    /// Writes the block tables of a plan's sequences in a cache group end to end: where each starts, its blocks, and the tokens in its
     /// last one. Answers how many blocks there are; `indices` may be longer.
     ///
     /// # Errors
-    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for an array of the wrong length.
+    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or an array of the wrong
+    /// length.
     pub fn write_csr(
         &self,
         plan: PlanId,
+        group: usize,
         indptr: &mut [i32],
         indices: &mut [i32],
         last_page_len: &mut [i32],
     ) -> Result<usize> {
-        let tables = self.tables_of(plan)?;
+        let tables = self.tables_of(plan, group)?;
+        let block_size = self.manager.groups[group].block_size;
         let total = tables.iter().map(|(table, _)| table.len()).sum();
         for (argument, len, least, most) in [
             ("indptr", indptr.len(), tables.len() + 1, tables.len() + 1),
@@ -53,19 +56,21 @@ impl Scheduler {
             indices[at..].iter_mut().zip(table).for_each(|(out, block)| *out = block.get() as i32);
             at += table.len();
             indptr[i + 1] = at as i32;
-            last_page_len[i] = seq_len.checked_sub(1).map_or(0, |last| (last % self.manager.block_size + 1) as i32);
+            last_page_len[i] = seq_len.checked_sub(1).map_or(0, |last| (last % block_size + 1) as i32);
         }
         Ok(total)
     }
 
     /// Tables and lengths of a plan's sequences; empty for those that lost their blocks since.
-    fn tables_of(&self, plan: PlanId) -> Result<Vec<(&[BlockId], u32)>> {
+    fn tables_of(&self, plan: PlanId, group: usize) -> Result<Vec<(&[BlockId], u32)>> {
+        self.manager.check_group(group)?;
+        let block_size = self.manager.groups[group].block_size;
         let record = self.plans.iter().find(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         let table = |entry: &Entry| {
             let Some(sequence) = self.manager.resident(entry.sequence as usize, entry.epoch) else {
                 return (&[][..], 0);
             };
-            (&sequence.table[..entry.end.div_ceil(self.manager.block_size) as usize], entry.end)
+            (&sequence.tables[group].blocks[..entry.end.div_ceil(block_size) as usize], entry.end)
         };
         Ok(record.entries.iter().map(table).collect())
     }

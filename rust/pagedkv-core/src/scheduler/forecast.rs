@@ -135,22 +135,27 @@ impl Scheduler {
         }
         let index = request.samples[sample].sequence as usize;
         self.find_hits(index, want, &mut forecast.hits);
-        let start = self.manager.sequence(index).num_scheduled + forecast.hits.num_tokens();
-        let num_new = self.chunk(start, want.target, forecast.budget);
-        let columns = |tokens: u32| tokens.div_ceil(self.manager.block_size);
+        let mut start = self.manager.sequence(index).num_scheduled + forecast.hits.num_tokens();
+        let mut num_new = self.chunk(start, want.target, forecast.budget);
         if num_new == 0 {
             return Err(no_tokens);
         }
         let head = forecast.head.filter(|&(order, ..)| request.order > order);
         let for_head = head.map_or(0, |(_, num_blocks, _)| num_blocks);
         let room = forecast.available.saturating_sub(forecast.reserved + for_head);
+        let with_hits = self.manager.blocks_needed(index, num_new, &forecast.hits);
+        if with_hits > room && self.needs_less_anew(index, want, forecast.budget, with_hits, &forecast.hits) {
+            forecast.hits.clear();
+            start = self.manager.sequence(index).num_scheduled;
+            num_new = self.chunk(start, want.target, forecast.budget);
+        }
         let needs = |num_tokens| self.manager.blocks_needed(index, num_tokens, &forecast.hits);
         let needed = needs(num_new);
         if needed > room && needed > 0 {
             if let Some((_, num_blocks, first)) =
                 head.filter(|_| needed <= forecast.available.saturating_sub(forecast.reserved))
             {
-                forecast.claimed += columns(want.target).saturating_sub(columns(start));
+                forecast.claimed += self.blocks_behind(index, &forecast.hits, start, want.target);
                 return Err(Reason::Reserved { request: self.request(first).handle, num_blocks });
             }
             let fenced = self.manager.pool().num_fenced();
@@ -170,7 +175,8 @@ impl Scheduler {
             if num_drafts > 0 && with_drafts <= room { (num_drafts, with_drafts) } else { (0, needed) };
         forecast.budget -= num_new + num_drafts;
         forecast.available -= needed;
-        forecast.claimed += columns(want.target).saturating_sub(columns(start + num_new + num_drafts));
+        let reached = start + num_new + num_drafts;
+        forecast.claimed += self.blocks_behind(index, &forecast.hits, reached, want.target);
         let known = if request.stage == Stage::Prompt { request.prompt_len() } else { want.known };
         forecast.num_partial_prefills += u32::from(start + num_new < known);
         Ok(num_new + num_drafts)
@@ -202,7 +208,7 @@ impl Scheduler {
         let needed = if self.is_first(slot) && !forecast.has_admitted {
             takes
         } else {
-            let all = self.manager.blocks_needed(index, want.target - start, &forecast.hits);
+            let all = self.blocks_to_admit(index, want.target, &forecast.hits);
             all + others + forecast.claimed + self.watermark_blocks
         };
         if needed > forecast.available {
@@ -216,8 +222,7 @@ impl Scheduler {
         forecast.budget -= num_new;
         forecast.available -= takes;
         forecast.num_free_seats -= num_seats;
-        let columns = |tokens: u32| tokens.div_ceil(self.manager.block_size);
-        forecast.claimed += others + columns(want.target).saturating_sub(columns(start + num_new));
+        forecast.claimed += others + self.blocks_behind(index, &forecast.hits, start + num_new, want.target);
         forecast.num_partial_prefills += u32::from(is_partial);
         Reason::Ready { num_tokens: num_new }
     }

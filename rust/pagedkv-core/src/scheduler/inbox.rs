@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::request::NewRequest;
+use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;
@@ -35,8 +36,8 @@ struct State {
 }
 
 impl State {
-    fn register(&mut self, cache: &CacheConfig, request: &NewRequest) -> Result<Handle> {
-        request.validate_limits(cache, &self.limits)?;
+    fn register(&mut self, cache: &CacheConfig, groups: &[TableSpec], request: &NewRequest) -> Result<Handle> {
+        request.validate_limits(cache, groups, &self.limits)?;
         let request_id = request.request_id.as_str();
         if self.by_id.contains_key(request_id) {
             return Err(Error::DuplicateRequest(request_id.into()));
@@ -62,14 +63,16 @@ impl State {
 #[derive(Clone, Debug)]
 pub struct Inbox {
     cache: Arc<CacheConfig>,
+    groups: Arc<[TableSpec]>,
     policy: Policy,
     state: Arc<Mutex<State>>,
 }
 
 impl Inbox {
-    pub(super) fn new(cache: &CacheConfig, limits: &SchedulerConfig) -> Self {
+    pub(super) fn new(cache: &CacheConfig, groups: &[TableSpec], limits: &SchedulerConfig) -> Self {
         let state = State { limits: limits.clone(), ..State::default() };
-        Self { cache: Arc::new(cache.clone()), policy: limits.policy, state: Arc::new(Mutex::new(state)) }
+        let (cache, state) = (Arc::new(cache.clone()), Arc::new(Mutex::new(state)));
+        Self { cache, groups: groups.into(), policy: limits.policy, state }
     }
 
     /// Leaves a request; the next `schedule` takes it up.
@@ -79,7 +82,7 @@ impl Inbox {
     pub fn add_request(&self, request: NewRequest) -> Result<Handle> {
         request.validate(&self.cache, self.policy)?;
         let mut state = self.lock();
-        let handle = state.register(&self.cache, &request)?;
+        let handle = state.register(&self.cache, &self.groups, &request)?;
         state.commands.push(Command::Add(handle, Box::new(request)));
         Ok(handle)
     }
@@ -87,7 +90,7 @@ impl Inbox {
     /// Takes a request's name and gives it a handle; whoever calls takes it up.
     pub(super) fn register(&self, request: &NewRequest) -> Result<Handle> {
         request.validate(&self.cache, self.policy)?;
-        self.lock().register(&self.cache, request)
+        self.lock().register(&self.cache, &self.groups, request)
     }
 
     /// The request that has this id, its abort not being left.
@@ -100,7 +103,7 @@ impl Inbox {
         let mut state = self.lock();
         for command in &state.commands {
             if let Command::Add(_, request) = command {
-                request.validate_limits(&self.cache, limits)?;
+                request.validate_limits(&self.cache, &self.groups, limits)?;
             }
         }
         state.limits = limits.clone();

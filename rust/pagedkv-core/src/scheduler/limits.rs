@@ -2,6 +2,7 @@
 
 use super::Scheduler;
 use super::request::Request;
+use super::room::most_blocks;
 use crate::config::SchedulerConfig;
 use crate::error::{Result, invalid};
 
@@ -78,6 +79,7 @@ impl Scheduler {
                 sample.drafts.clear();
             }
         }
+        self.most_blocks = most_blocks(&self.manager, &limits);
         self.limits = limits;
         Ok(())
     }
@@ -93,11 +95,15 @@ impl Scheduler {
             let expected = format!("at least {seats}, which request {:?} plans together", request.id);
             return invalid("max_num_batched_tokens", expected, limits.max_num_batched_tokens);
         }
-        let needed = self.blocks_at_the_longest(slot, None, limits.lookahead);
+        let needed = self.blocks_at_the_longest(slot, None, limits);
         let usable = u64::from(self.inbox.usable_blocks());
         if needed > usable && limits.lookahead > self.limits.lookahead {
             let expected = format!("less: request {:?} would need {needed} of {usable} blocks", request.id);
             return invalid("lookahead", expected, limits.lookahead);
+        }
+        if needed > usable && limits.max_num_batched_tokens > self.limits.max_num_batched_tokens {
+            let expected = format!("less: request {:?} would need {needed} of {usable} blocks", request.id);
+            return invalid("max_num_batched_tokens", expected, limits.max_num_batched_tokens);
         }
         Ok(())
     }

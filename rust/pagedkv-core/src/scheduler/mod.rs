@@ -27,12 +27,15 @@ mod policy;
 mod preempt;
 mod request;
 mod rollback;
+mod room;
 mod seats;
 mod sessions;
 mod snapshot;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
+
+use smallvec::SmallVec;
 
 use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
@@ -51,6 +54,7 @@ use policy::Order;
 pub use policy::{OrderPolicy, RequestView};
 pub use request::{FinishReason, NewRequest};
 use request::{Request, Stage};
+use room::most_blocks;
 use seats::Seats;
 pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
 
@@ -59,6 +63,7 @@ pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot
 struct Cell {
     sequence: u32,
     epoch: u32,
+    group: u32,
     column: u32,
 }
 
@@ -101,7 +106,8 @@ pub struct Scheduler {
     watermark_blocks: u32,
     /// What the scheduler was made for: the block table has that many columns.
     most_lookahead: u32,
-    num_groups: u32,
+    /// Most blocks that a sequence holds of each cache group whose blocks leave.
+    most_blocks: SmallVec<[u32; 1]>,
     inbox: Inbox,
     commands: Vec<Command>,
     requests: Vec<Option<Request>>,
@@ -140,16 +146,17 @@ impl Scheduler {
 
     fn ordered_by(policy: Box<dyn OrderPolicy>, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<Self> {
         let mut manager = KVCacheManager::new(cache)?;
+        manager.departed = manager.has_windows.then(Vec::new);
         if policy.wants_hits() {
             manager.pool.prefixes.remember_births();
         }
         Ok(Self {
+            inbox: Inbox::new(cache, &manager.groups, limits),
+            most_blocks: most_blocks(&manager, limits),
             manager,
             limits: limits.clone(),
             watermark_blocks: limits.watermark_blocks(cache.usable_blocks()),
             most_lookahead: limits.lookahead,
-            num_groups: cache.layout()?.tables().len() as u32,
-            inbox: Inbox::new(cache, limits),
             commands: Vec::new(),
             requests: Vec::new(),
             vacant: Vec::new(),
@@ -283,11 +290,19 @@ impl Scheduler {
         self.manager.unpin(pin)
     }
 
-    /// The block table of a sample; `None` while it holds no block.
+    /// The block table of a sample in the first cache group; `None` while it holds none.
     ///
     /// # Errors
     /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
     pub fn block_table(&self, handle: Handle, sample: u32) -> Result<Option<&[BlockId]>> {
+        self.group_table(handle, sample, 0)
+    }
+
+    /// The block table of a sample in a cache group, the null block where a window needs none; `None` while it has none.
+    ///
+    /// # Errors
+    /// As [`Self::block_table`]; [`Error::InvalidArgument`] also for a group that the pool has not.
+    pub fn group_table(&self, handle: Handle, sample: u32, group: usize) -> Result<Option<&[BlockId]>> {
         let slot = self.by_handle.get(&handle).copied();
         // A request that is still in the inbox has its samples, and holds nothing.
         let n = slot.map(|slot| self.request(slot).samples.len() as u32).or_else(|| self.inbox.num_samples(handle));
@@ -295,9 +310,11 @@ impl Scheduler {
         if sample >= n {
             return invalid("sequence", format!("0 to {}", n - 1), sample);
         }
+        self.manager.check_group(group)?;
         let Some(slot) = slot else { return Ok(None) };
         let found = &self.request(slot).samples[sample as usize];
-        let table = self.manager.sequences.get(found.sequence as usize).map(|sequence| sequence.table.as_slice());
+        let sequence = self.manager.sequences.get(found.sequence as usize);
+        let table = sequence.map(|sequence| sequence.tables[group].blocks.as_slice());
         Ok(table.filter(|table| !table.is_empty()))
     }
 
@@ -358,7 +375,7 @@ impl Scheduler {
             if !is_right {
                 return broken(format!("a sample of request {} has a sequence that is not its own", request.id));
             }
-            let has_blocks = sequence.is_some_and(|sequence| is_live && !sequence.table.is_empty());
+            let has_blocks = sequence.is_some_and(|sequence| is_live && sequence.num_scheduled > 0);
             if has_blocks && !is_running && !request.is_keeper {
                 return broken(format!("request {} waits with blocks that nobody knows of", request.id));
             }

@@ -170,8 +170,13 @@ impl Scheduler {
         };
         let index = self.request(slot).samples[sample].sequence as usize;
         let mut hits = std::mem::take(&mut self.hits);
+        let mut may_hit = true;
         let grown = loop {
-            self.find_hits(index, want, &mut hits);
+            if may_hit {
+                self.find_hits(index, want, &mut hits);
+            } else {
+                hits.clear();
+            }
             let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
             let num_new = self.chunk(start, want.target, pass.budget);
             if num_new == 0 {
@@ -187,6 +192,10 @@ impl Scheduler {
             if has_room(needed) {
                 break Some((num_new, 0));
             }
+            if self.needs_less_anew(index, want, pass.budget, needed, &hits) {
+                may_hit = false;
+                continue;
+            }
             if !self.make_room(slot, needed, pass) {
                 break None;
             }
@@ -196,9 +205,7 @@ impl Scheduler {
         }
         self.hits = hits;
         pass.num_partial_prefills += u32::from(self.is_partial(index, slot));
-        let sequence = self.manager.sequence(index);
-        let columns = want.target.div_ceil(self.manager.block_size);
-        pass.claimed += columns.saturating_sub(sequence.table.len() as u32);
+        pass.claimed += self.blocks_to_come(index, want.target);
         grown.is_some()
     }
 
@@ -250,6 +257,23 @@ impl Scheduler {
         }
     }
 
+    /// Whether a growth takes fewer blocks without its hits. It may where there are windows: the blocks that a hit needs
+    /// come beside those that leave when the plan commits.
+    pub(super) fn needs_less_anew(
+        &self,
+        index: usize,
+        want: Want,
+        budget: u32,
+        needed: u32,
+        hits: &ComputedBlocks,
+    ) -> bool {
+        if !self.manager.has_windows || hits.num_tokens() == 0 {
+            return false;
+        }
+        let num_new = self.chunk(self.manager.sequence(index).num_scheduled, want.target, budget);
+        num_new > 0 && self.manager.blocks_needed(index, num_new, &ComputedBlocks::default()) < needed
+    }
+
     /// Puts a growth into the plan.
     pub(super) fn extend(
         &mut self,
@@ -264,7 +288,8 @@ impl Scheduler {
         let index = request.samples[sample].sequence as usize;
         let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
         let end = start + num_new;
-        let extension = self.manager.extend(index, num_new + want.num_drafts, hits);
+        let before = self.manager.sequence(index).num_scheduled;
+        self.manager.extend(index, num_new + want.num_drafts, hits);
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let completes_prompt = request.stage == Stage::Prompt && end == want.target;
         let is_first = self.manager.sequence(index).tokens.len() == request.prompt_len();
@@ -284,14 +309,19 @@ impl Scheduler {
         request.last_plan = pass.record.id;
         let seat = self.seats.seat(index);
         let epoch = self.manager.sequence(index).epoch;
-        if seat.is_announced {
-            let columns = extension.first_new_column..self.manager.sequence(index).table.len() as u32;
-            let changed = extension.copy.map(|copy| copy.column).into_iter().chain(columns);
-            let cells = changed.map(|column| Cell { sequence: index as u32, epoch, column });
-            pass.record.cells.extend(cells);
-        }
-        if let Some(copy) = extension.copy {
+        let cell = |group, column| Cell { sequence: index as u32, epoch, group, column };
+        for copy in self.manager.last_copies() {
             pass.copies.push([copy.source.get() as i32, copy.target.get() as i32]);
+            if seat.is_announced {
+                pass.record.cells.push(cell(copy.group, copy.column));
+            }
+        }
+        if seat.is_announced {
+            let tables = self.manager.sequence(index).tables.iter().zip(&self.manager.groups);
+            for (group, (table, spec)) in (0..).zip(tables) {
+                let new = before.div_ceil(spec.block_size)..table.len();
+                pass.record.cells.extend(new.map(|column| cell(group, column)));
+            }
         }
         pass.budget -= num_new + want.num_drafts;
         pass.record.entries.push(Entry {

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::policy::{Order, RequestView};
+use super::room::blocks_at_the_longest;
+use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
@@ -109,7 +111,12 @@ impl NewRequest {
     ///
     /// # Complexity
     /// O(1).
-    pub(super) fn validate_limits(&self, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<()> {
+    pub(super) fn validate_limits(
+        &self,
+        cache: &CacheConfig,
+        groups: &[TableSpec],
+        limits: &SchedulerConfig,
+    ) -> Result<()> {
         if !(1..=limits.max_num_seqs).contains(&self.n) {
             return invalid("n", format!("1 to {} (max_num_seqs)", limits.max_num_seqs), self.n);
         }
@@ -125,19 +132,13 @@ impl NewRequest {
             let expected = format!("prompt + max_tokens of at most {} (max_model_len)", limits.max_model_len);
             return invalid("max_tokens", expected, format!("{} + {}", self.prompt_token_ids.len(), self.max_tokens));
         }
-        let needed = self.blocks_at_the_longest(cache.block_size, limits.lookahead);
+        // The last token that is sampled needs no slot.
+        let (prompt, longest) = (self.prompt_token_ids.len() as u64, longest - 1 + u64::from(limits.lookahead));
+        // A sample of a session may have to compute the prompt anew while another one keeps it.
+        let shared = if self.session && self.n > 1 { 0 } else { prompt };
+        let needed = blocks_at_the_longest(groups, limits, shared, &std::iter::repeat_n(longest, self.n as usize));
         let usable = u64::from(cache.usable_blocks());
         if needed > usable { Err(Error::NeverFits { needed, usable }) } else { Ok(()) }
-    }
-
-    /// Blocks of all samples at their longest: full prompt blocks once, the rest once per sample. The last token that
-    /// is sampled needs no slot.
-    fn blocks_at_the_longest(&self, block_size: u32, lookahead: u32) -> u64 {
-        let prompt = self.prompt_token_ids.len() as u64;
-        let longest = prompt + u64::from(self.max_tokens) - 1 + u64::from(lookahead);
-        // A sample of a session may have to compute the prompt anew while another one keeps it.
-        let shared = if self.session && self.n > 1 { 0 } else { prompt / u64::from(block_size) };
-        shared + u64::from(self.n) * (longest.div_ceil(u64::from(block_size)) - shared)
     }
 
     fn refuse_unsupported(&self, policy: Policy) -> Result<()> {

@@ -8,6 +8,8 @@
 
 use super::Scheduler;
 use super::request::{FinishReason, NONE, Stage};
+use super::room::blocks_at_the_longest;
+use crate::config::SchedulerConfig;
 use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;
 
@@ -126,7 +128,7 @@ impl Scheduler {
             return invalid("sequence", expected, format!("one more than {}", request.num_live));
         }
         let turn = (number, known as u32 + max_tokens);
-        let needed = self.blocks_at_the_longest(slot, Some(turn), self.limits.lookahead);
+        let needed = self.blocks_at_the_longest(slot, Some(turn), &self.limits);
         let usable = u64::from(self.inbox.usable_blocks());
         if needed > usable { Err(Error::NeverFits { needed, usable }) } else { Ok(()) }
     }
@@ -134,18 +136,17 @@ impl Scheduler {
     /// Blocks that a request may come to hold: full prompt blocks once, the rest once per sample that goes on, and what its
     /// other samples keep. A session's samples count in full: one may have to compute the prompt anew while another keeps
     /// it. `turn` is a sample that is to go on, and its tokens at the longest.
-    pub(super) fn blocks_at_the_longest(&self, slot: u32, turn: Option<(usize, u32)>, lookahead: u32) -> u64 {
+    pub(super) fn blocks_at_the_longest(&self, slot: u32, turn: Option<(usize, u32)>, limits: &SchedulerConfig) -> u64 {
         let request = self.request(slot);
-        let block_size = self.manager.block_size;
-        let shared = if request.is_session { 0 } else { u64::from(request.prompt_len() / block_size) };
-        let blocks = |longest: u32| (u64::from(longest - 1) + u64::from(lookahead)).div_ceil(u64::from(block_size));
+        let shared = if request.is_session { 0 } else { request.prompt_len() };
         let begins = |number: usize| turn.is_some_and(|(sample, _)| sample == number);
         let others = request.samples.iter().enumerate().filter(|&(number, _)| !begins(number));
         let going_on = others.clone().filter(|(_, other)| other.finish.is_none());
         let lengths = going_on.map(|(_, other)| other.most_computed() + 1).chain(turn.map(|(_, longest)| longest));
+        let lengths = lengths.map(|longest| u64::from(longest - 1) + u64::from(limits.lookahead));
         let kept = others.filter(|(_, other)| other.is_kept && other.sequence != NONE).map(|(_, other)| other.sequence);
         let kept = u64::from(self.manager.num_distinct_blocks(kept));
-        shared + lengths.map(|longest| blocks(longest) - shared).sum::<u64>() + kept
+        blocks_at_the_longest(&self.manager.groups, limits, u64::from(shared), &lengths) + kept
     }
 
     fn num_tokens_of(&self, slot: u32, sample: usize) -> u32 {

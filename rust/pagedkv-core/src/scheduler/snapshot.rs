@@ -3,6 +3,7 @@
 use super::Scheduler;
 use super::request::{NONE, Request, Stage};
 use crate::ids::{Handle, PlanId};
+use crate::kv_cache_manager::Table;
 
 /// Where a request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +154,7 @@ impl Scheduler {
                 num_tokens: sequence.tokens.len(),
                 num_computed_tokens: sequence.num_computed,
                 num_scheduled_tokens: sequence.num_scheduled,
-                num_blocks: sequence.table.len() as u32,
+                num_blocks: sequence.tables.iter().map(Table::num_held).sum(),
                 is_kept: sample.is_kept,
             })
         })

@@ -275,7 +275,7 @@ fn fault_14_a_sole_owner_writes_into_its_last_block_without_a_copy() {
     let before = table(&manager, child);
     manager.begin_plan();
     let slots = grow(&mut manager, child, 1).expect("there is room");
-    assert_eq!((slots.copy, table(&manager, child)), (None, before));
+    assert_eq!((slots.copies.len(), table(&manager, child)), (0, before));
 }
 
 #[test]

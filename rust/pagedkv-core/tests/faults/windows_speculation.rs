@@ -34,7 +34,7 @@ fn fault_43_both_ends_of_a_plan_agree_on_the_number_of_blocks() {
         assert_eq!((columns(&plan), columns(&received)), (prompt_len.div_ceil(16), prompt_len.div_ceil(16)));
         let mut indptr = [0; 2];
         let mut indices = vec![0; 8];
-        let sent = scheduler.write_csr(plan.id(), &mut indptr, &mut indices, &mut [0]).unwrap();
+        let sent = scheduler.write_csr(plan.id(), 0, &mut indptr, &mut indices, &mut [0]).unwrap();
         assert_eq!(sent, prompt_len.div_ceil(16), "{prompt_len} tokens");
     }
 }

@@ -21,9 +21,8 @@ impl World {
 
     pub(crate) fn look_up(&self, id: SequenceId) -> ComputedBlocks {
         let computed = self.manager.get_computed_blocks(id).expect("a live sequence");
-        assert_eq!(computed.blocks().len(), self.model.num_hits(id), "the hits of {id:?}");
-        assert_eq!(computed.num_tokens() as usize, computed.blocks().len() * self.model.block_size);
-        self.model.check_hits(id, computed.blocks());
+        assert_eq!(computed.num_tokens() as usize, self.model.num_hit_tokens(id), "the hits of {id:?}");
+        self.model.check_hits(id, &computed);
         computed
     }
 
@@ -52,7 +51,7 @@ impl World {
         if answer.is_none() {
             assert_eq!(self.digest(), before, "a refusal for want of room changed something");
         }
-        self.model.grow(id, num_new_tokens + num_drafts, num_drafts, computed.blocks(), &states, answer.as_ref());
+        self.model.grow(id, num_new_tokens + num_drafts, num_drafts, computed, &states, answer.as_ref());
     }
 
     /// A lookup that was kept is refused, or it still holds.
@@ -78,8 +77,8 @@ impl World {
         let states = states(&self.manager);
         match self.manager.allocate_slots(target, 1, &computed) {
             Ok(answer) => {
-                self.model.check_hits(target, computed.blocks());
-                self.model.grow(target, 1, 0, computed.blocks(), &states, answer.as_ref());
+                self.model.check_hits(target, &computed);
+                self.model.grow(target, 1, 0, &computed, &states, answer.as_ref());
             }
             Err(error) => {
                 assert_eq!(error, Error::StaleComputedBlocks);

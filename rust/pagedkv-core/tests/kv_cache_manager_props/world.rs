@@ -9,12 +9,24 @@ use pagedkv_core::{
 
 use super::command::Command;
 use crate::model::manager::ManagerModel;
+use crate::model::memory::{Group, cache_config};
 use crate::model::random::two_tokens;
 
 const MOST_SEQUENCES: usize = 6;
 const MOST_PLANS: usize = 3;
 /// Sizes of worlds, by number.
-pub(crate) const NUM_WORLDS: usize = 3 * 16 * 8;
+pub(crate) const NUM_WORLDS: usize = 3 * 16 * 8 * GROUPS.len();
+/// Cache groups of worlds: multiples of the block size, and windows in tokens.
+const GROUPS: [&[(usize, Option<usize>)]; 8] = [
+    &[(1, None)],
+    &[(1, None)],
+    &[(1, Some(3))],
+    &[(1, Some(4)), (1, None)],
+    &[(1, None), (2, Some(3)), (1, Some(5))],
+    &[(2, None), (1, Some(2))],
+    &[(3, None), (2, None), (1, None)],
+    &[(1, Some(1)), (3, Some(6))],
+];
 
 pub(crate) struct World {
     pub(crate) manager: KVCacheManager,
@@ -40,16 +52,12 @@ pub(crate) fn identity(number: u8) -> Arc<Identity> {
 }
 
 impl World {
-    fn new(block_size: usize, num_blocks: usize, caching: bool, eviction_policy: EvictionPolicy) -> Self {
-        let config = CacheConfig {
-            block_size: block_size as u32,
-            enable_prefix_caching: caching,
-            eviction_policy,
-            ..CacheConfig::new(num_blocks as u32)
-        };
+    fn new(groups: &[Group], num_blocks: usize, caching: bool, eviction_policy: EvictionPolicy) -> Self {
+        let config =
+            CacheConfig { enable_prefix_caching: caching, eviction_policy, ..cache_config(groups, num_blocks) };
         Self {
             manager: KVCacheManager::new(&config).expect("a valid configuration"),
-            model: ManagerModel::new(num_blocks, block_size, caching),
+            model: ManagerModel::new(num_blocks, groups, caching),
             freed: Vec::new(),
             ended: Vec::new(),
             kept: None,
@@ -61,7 +69,11 @@ impl World {
         let usable = [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8, 8, 8, 8, 8][number / 3 % 16];
         let policies = [EvictionPolicy::Lru, EvictionPolicy::SegmentedLru, EvictionPolicy::Priority];
         let policy = policies[number / 48 % 3];
-        Self::new(1 + number % 3, 1 + usable, !(number / 48).is_multiple_of(8), policy)
+        let block_size = 1 + number % 3;
+        let group = |&(multiple, window)| Group { block_size: multiple * block_size, window };
+        let groups: Vec<_> = GROUPS[number / 384 % GROUPS.len()].iter().map(group).collect();
+        let usable = usable + 4 * (groups.len() - 1);
+        Self::new(&groups, 1 + usable, !(number / 48).is_multiple_of(8), policy)
     }
 
     pub(crate) fn sequence(&self, number: u8) -> Option<SequenceId> {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use pagedkv_core::StepPlan;
 use pagedkv_core::step_plan::Field;
 
-use super::memory::{History, Memory};
+use super::memory::{Groups, History, Memory, Place};
 
 /// What a sequence of a plan is expected to be, by what the model knows.
 #[derive(Clone, Debug)]
@@ -19,19 +19,20 @@ pub(crate) struct Expected {
 
 #[derive(Debug)]
 pub(crate) struct Device {
-    block_size: usize,
-    table: Vec<Vec<Option<usize>>>,
+    groups: Groups,
+    /// By group, row and column.
+    table: Vec<Vec<Vec<Option<usize>>>>,
     memory: Memory,
     /// Who sits in which row, by the change lists.
     seats: BTreeMap<u32, (String, u32)>,
 }
 
 impl Device {
-    pub(crate) fn new(num_blocks: usize, block_size: usize, num_rows: usize, num_columns: usize) -> Self {
+    pub(crate) fn new(num_blocks: usize, groups: &Groups, num_rows: usize, num_columns: usize) -> Self {
         Self {
-            block_size,
-            table: vec![vec![None; num_columns]; num_rows],
-            memory: Memory::new(num_blocks, block_size),
+            groups: *groups,
+            table: vec![vec![vec![None; num_columns]; num_rows]; groups.len()],
+            memory: Memory::new(num_blocks, groups),
             seats: BTreeMap::new(),
         }
     }
@@ -48,16 +49,21 @@ impl Device {
         let copies: Vec<_> = plan.i32s(Field::Copies).chunks(2).map(|c| (c[0] as usize, c[1] as usize)).collect();
         let starts = plan.i32s(Field::QueryStartLoc);
         let mut writes = Vec::new();
-        for (s, expected) in sequences.iter().enumerate() {
+        let num_tokens = plan.sizes().num_tokens as usize;
+        for (s, sequence) in sequences.iter().enumerate() {
             for t in starts[s] as usize..starts[s + 1] as usize {
                 let position = plan.i32s(Field::Positions)[t] as usize;
                 let from = plan.i32s(Field::InputFrom)[t];
                 let token =
                     if from < 0 { plan.i32s(Field::TokenIds)[t] } else { sampled[usize::try_from(from).unwrap()] };
-                assert_eq!(token, expected.tokens[position], "the input at position {position} of {expected:?}");
-                let slot = plan.i64s(Field::SlotMapping)[t] as usize;
-                assert_eq!(slot, self.slot(plan, s, position), "the slot of position {position} of {expected:?}");
-                writes.push((slot, expected.histories[position]));
+                assert_eq!(token, sequence.tokens[position], "the input at position {position} of {sequence:?}");
+                for (number, group) in self.groups.iter().enumerate() {
+                    let slot = plan.i64s(Field::SlotMapping)[number * num_tokens + t] as usize;
+                    let place = self.place(plan, number, s, position);
+                    let expected = place.block * group.block_size + place.offset;
+                    assert_eq!(slot, expected, "the slot of position {position} in group {number} of {sequence:?}");
+                    writes.push((place, sequence.histories[position]));
+                }
             }
         }
         self.memory.run(&copies, &writes);
@@ -65,10 +71,14 @@ impl Device {
             let seat = (expected.request_id.clone(), expected.sample);
             let row = plan.i32s(Field::Rows)[s] as u32;
             assert_eq!(self.seats.get(&row), Some(&seat), "who sits in row {row}");
-            for position in 0..plan.i32s(Field::SeqLens)[s] as usize {
-                let read = self.memory.slot(self.slot(plan, s, position));
-                let own = read == Some(expected.histories[position]);
-                assert!(own, "another's token lies at {position} of {expected:?}");
+            let end = plan.i32s(Field::SeqLens)[s] as usize;
+            let start = end - (starts[s + 1] - starts[s]) as usize;
+            for (number, group) in self.groups.iter().enumerate() {
+                for position in group.first_seen(start)..end {
+                    let read = self.memory.read(self.place(plan, number, s, position));
+                    let own = read == Some(expected.histories[position]);
+                    assert!(own, "another's token lies at {position} in group {number} of {expected:?}");
+                }
             }
         }
         self.check_common_prefix(plan);
@@ -83,19 +93,20 @@ impl Device {
         }
     }
 
-    /// Where the kernel looks for a position of the plan's sequence `s`.
-    fn slot(&self, plan: &StepPlan, s: usize, position: usize) -> usize {
+    /// Where the kernel of a group looks for a position of the plan's sequence `s`.
+    fn place(&self, plan: &StepPlan, group: usize, s: usize, position: usize) -> Place {
         let row = plan.i32s(Field::Rows)[s] as usize;
-        let block = self.table[row][position / self.block_size];
+        let block_size = self.groups[group].block_size;
+        let block = self.table[group][row][position / block_size];
         let block = block.unwrap_or_else(|| panic!("nothing was ever written at row {row} for position {position}"));
-        block * self.block_size + position % self.block_size
+        Place { group, block, offset: position % block_size }
     }
 
-    /// The cells that the kernel reads for the plan's sequence `s`.
-    pub(crate) fn row(&self, plan: &StepPlan, s: usize) -> Vec<i32> {
+    /// The cells that the kernel of a group has for the plan's sequence `s`.
+    pub(crate) fn row(&self, plan: &StepPlan, group: usize, s: usize) -> Vec<i32> {
         let row = plan.i32s(Field::Rows)[s] as usize;
-        let columns = (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.block_size);
-        self.table[row][..columns].iter().map(|cell| cell.map_or(-1, |block| block as i32)).collect()
+        let columns = (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.groups[group].block_size);
+        self.table[group][row][..columns].iter().map(|cell| cell.map_or(-1, |block| block as i32)).collect()
     }
 
     fn update_seats(&mut self, plan: &StepPlan) {
@@ -115,23 +126,28 @@ impl Device {
         let updates: Vec<_> = plan.i32s(Field::TableUpdates).chunks(4).collect();
         for (i, update) in updates.iter().enumerate() {
             let &[group, row, column, block] = *update else { unreachable!("four numbers") };
-            assert!(group == 0 && block > 0, "a table update names group {group} and block {block}");
+            let has_window = self.groups[group as usize].window.is_some();
+            assert!(block > 0 || block == 0 && has_window, "a table update names group {group} and block {block}");
             let once = updates[i + 1..].iter().all(|other| other[..3] != update[..3]);
             assert!(once, "row {row} and column {column} are updated twice");
-            self.table[row as usize][column as usize] = Some(block as usize);
+            self.table[group as usize][row as usize][column as usize] = Some(block as usize);
         }
     }
 
     /// The blocks that the plan calls common are, and hold only tokens of earlier steps.
     fn check_common_prefix(&self, plan: &StepPlan) {
-        let common = plan.i32s(Field::NumCommonPrefixBlocks)[0] as usize;
-        let rows = plan.i32s(Field::Rows);
-        for (s, &row) in rows.iter().enumerate() {
-            let (first, row) = (&self.table[rows[0] as usize], &self.table[row as usize]);
-            assert_eq!(first[..common], row[..common], "the common prefix");
-            let starts = plan.i32s(Field::QueryStartLoc);
-            let start = plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s]);
-            assert!(common * self.block_size <= start as usize, "the common prefix is written in this step");
+        for (number, group) in self.groups.iter().enumerate() {
+            let common = plan.i32s(Field::NumCommonPrefixBlocks)[number] as usize;
+            assert!(common == 0 || group.window.is_none(), "not every query of group {number} sees its first blocks");
+            let rows = plan.i32s(Field::Rows);
+            for (s, &row) in rows.iter().enumerate() {
+                let table = &self.table[number];
+                let (first, row) = (&table[rows[0] as usize], &table[row as usize]);
+                assert_eq!(first[..common], row[..common], "the common prefix");
+                let starts = plan.i32s(Field::QueryStartLoc);
+                let start = plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s]);
+                assert!(common * group.block_size <= start as usize, "the common prefix is written in this step");
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pagedkv_core::Identity;
+use pagedkv_core::{CacheConfig, GroupSpec, Identity};
 
 /// All that a key and a value depend on: the extra keys of the sequence and every token up to their own.
 ///
@@ -73,41 +73,124 @@ impl Histories {
     }
 }
 
+/// What the model knows of a cache group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub(crate) block_size: usize,
+    /// Tokens that a query sees, itself included.
+    pub(crate) window: Option<usize>,
+}
+
+impl Group {
+    /// The first position that a query at `position` sees.
+    pub(crate) fn first_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// Columns that no query at `position` or behind it sees.
+    pub(crate) fn columns_before(&self, position: usize) -> usize {
+        self.first_seen(position) / self.block_size
+    }
+
+    /// The columns that a query at `position` needs of `start..position`.
+    pub(crate) fn columns_needed(&self, start: usize, position: usize) -> std::ops::Range<usize> {
+        let first = self.columns_before(position).max(start / self.block_size);
+        first..(position / self.block_size).max(first)
+    }
+
+    /// Where a position lies, through a block table.
+    pub(crate) fn place(&self, group: usize, table: &[usize], position: usize) -> Place {
+        Place { group, block: table[position / self.block_size], offset: position % self.block_size }
+    }
+}
+
+/// The cache groups of a pool.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Groups {
+    all: [Group; 3],
+    len: usize,
+}
+
+impl Groups {
+    pub(crate) fn new(groups: &[Group]) -> Self {
+        let all = std::array::from_fn(|i| groups[i.min(groups.len() - 1)]);
+        Self { all, len: groups.len() }
+    }
+
+    /// Whether a prefix of so many tokens is whole blocks in every group.
+    pub(crate) fn are_whole_at(&self, num_tokens: usize) -> bool {
+        self.iter().all(|group| num_tokens.is_multiple_of(group.block_size))
+    }
+}
+
+impl std::ops::Deref for Groups {
+    type Target = [Group];
+
+    fn deref(&self) -> &[Group] {
+        &self.all[..self.len]
+    }
+}
+
+/// A pool with these groups, of one layer each; the narrower a token, the larger the blocks.
+pub(crate) fn cache_config(groups: &[Group], num_blocks: usize) -> CacheConfig {
+    let smallest = groups.iter().map(|group| group.block_size).min().expect("at least one group");
+    let spec = |(layer, group): (u32, &Group)| GroupSpec {
+        layers: vec![layer],
+        // A multiple of all that block sizes are multiplied by.
+        head_dim: (12 * smallest / group.block_size) as u32,
+        sliding_window: group.window.map(|window| window as u32),
+        ..GroupSpec::new(0, 1, 0, "float16")
+    };
+    let groups = (0..).zip(groups).map(spec).collect();
+    CacheConfig { block_size: smallest as u32, groups, ..CacheConfig::new(num_blocks as u32) }
+}
+
+/// A token's place in a block of a group. Blocks of all groups have the same bytes, so what one group wrote means nothing
+/// to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) group: usize,
+    pub(crate) block: usize,
+    pub(crate) offset: usize,
+}
+
 /// The slots of every block, each with the history of what was last written there; `None` where nothing ever was.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    block_size: usize,
-    slots: Vec<Option<History>>,
+    /// By block: the group that wrote there last, and its slots.
+    blocks: Vec<(usize, Vec<Option<History>>)>,
 }
 
 impl Memory {
-    pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
-        Self { block_size, slots: vec![None; num_blocks * block_size] }
+    pub(crate) fn new(num_blocks: usize, groups: &[Group]) -> Self {
+        let largest = groups.iter().map(|group| group.block_size).max().expect("at least one group");
+        Self { blocks: vec![(0, vec![None; largest]); num_blocks] }
     }
 
     /// What a device does for a plan: the copies, in any order, and then the writes, in any order.
-    pub(crate) fn run(&mut self, copies: &[(usize, usize)], writes: &[(usize, History)]) {
+    pub(crate) fn run(&mut self, copies: &[(usize, usize)], writes: &[(Place, History)]) {
         for (i, &(source, target)) in copies.iter().enumerate() {
             for &(other_source, other_target) in &copies[i + 1..] {
                 let independent = target != other_target && target != other_source && source != other_target;
                 assert!(independent, "the copies of a plan depend on their order: {copies:?}");
             }
-            let source = source * self.block_size;
-            self.slots.copy_within(source..source + self.block_size, target * self.block_size);
+            assert!(source > 0 && target > 0, "the null block is copied");
+            self.blocks[target] = self.blocks[source].clone();
         }
-        for (i, &(slot, history)) in writes.iter().enumerate() {
-            let written_once = writes[i + 1..].iter().all(|&(other, _)| other != slot);
-            assert!(written_once, "slot {slot} is written twice by one plan");
-            self.slots[slot] = Some(history);
+        for (i, &(place, history)) in writes.iter().enumerate() {
+            let written_once = writes[i + 1..].iter().all(|&(other, _)| other != place);
+            assert!(written_once && place.block > 0, "{place:?} is written twice by one plan, or is none");
+            let (group, slots) = &mut self.blocks[place.block];
+            if std::mem::replace(group, place.group) != place.group {
+                slots.fill(None);
+            }
+            slots[place.offset] = Some(history);
         }
     }
 
-    pub(crate) fn slot(&self, slot: usize) -> Option<History> {
-        self.slots[slot]
-    }
-
-    /// What a kernel reads at `position` through `table`.
-    pub(crate) fn read(&self, table: &[usize], position: usize) -> Option<History> {
-        self.slots[table[position / self.block_size] * self.block_size + position % self.block_size]
+    /// What a kernel of the place's group reads there.
+    pub(crate) fn read(&self, place: Place) -> Option<History> {
+        let (group, slots) = &self.blocks[place.block];
+        slots[place.offset].filter(|_| *group == place.group && place.block > 0)
     }
 }

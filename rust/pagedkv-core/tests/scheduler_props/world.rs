@@ -7,6 +7,7 @@ use pagedkv_core::{
     StepResult,
 };
 
+use crate::model::memory::{Group, Groups, cache_config};
 use crate::model::random::{Random, two_tokens};
 use crate::model::scheduler::{Limits, Outcome, Request, SchedulerModel};
 
@@ -68,6 +69,18 @@ impl Command {
     }
 }
 
+/// Cache groups of worlds: multiples of the smallest block size, and windows in tokens.
+const GROUPS: [&[(usize, Option<usize>)]; 8] = [
+    &[(1, None)],
+    &[(1, None)],
+    &[(1, None)],
+    &[(1, Some(3))],
+    &[(1, Some(4)), (1, None)],
+    &[(1, None), (2, Some(3)), (1, Some(5))],
+    &[(2, None), (1, Some(2))],
+    &[(1, Some(1)), (3, Some(6))],
+];
+
 pub(crate) struct World {
     pub(crate) scheduler: Scheduler,
     pub(crate) model: SchedulerModel,
@@ -84,24 +97,21 @@ impl World {
         let policy = if below(2) == 0 { Policy::Fcfs } else { policy[below(3)] };
         let cuts_chunks = below(4) == 0;
         let watermark = if below(4) == 0 { 0.3 } else { 0.0 };
-        let usable_blocks = 8 - below(8) * below(2);
-        let limits = Limits {
+        let usable_blocks = (8 - below(8) * below(2)).max(2);
+        let mut limits = Limits {
             policy,
             cuts_chunks,
             block_size: 1 + below(3),
-            usable_blocks: usable_blocks.max(2),
-            watermark_blocks: (watermark * usable_blocks.max(2) as f64).ceil() as usize,
+            groups: Groups::new(&[Group { block_size: 1, window: None }]),
+            usable_blocks,
+            watermark_blocks: 0,
             max_num_batched_tokens: 1 + below(8),
             max_num_seqs: 1 + below(4),
             max_model_len: MAX_MODEL_LEN,
             max_plans_in_flight: 1 + below(3),
             lookahead: [0, 0, 0, 0, 1, 2, 3, 4][below(8)],
         };
-        let cache = CacheConfig {
-            block_size: limits.block_size as u32,
-            enable_prefix_caching: below(4) > 0,
-            ..CacheConfig::new(limits.usable_blocks as u32 + 1)
-        };
+        let enable_prefix_caching = below(4) > 0;
         let mut config = SchedulerConfig {
             max_num_seqs: limits.max_num_seqs as u32,
             max_num_batched_tokens: limits.max_num_batched_tokens as u32,
@@ -119,6 +129,12 @@ impl World {
             let longest = config.long_prefill_token_threshold.min(config.max_num_batched_tokens);
             config.prefill_chunk_multiple = 1 + below(longest as usize) as u32;
         }
+        let groups = GROUPS[below(GROUPS.len())];
+        let group = |&(multiple, window)| Group { block_size: multiple * limits.block_size, window };
+        limits.groups = Groups::new(&groups.iter().map(group).collect::<Vec<_>>());
+        limits.usable_blocks = usable_blocks * (1 + groups.len()) / 2;
+        limits.watermark_blocks = (watermark * limits.usable_blocks as f64).ceil() as usize;
+        let cache = CacheConfig { enable_prefix_caching, ..cache_config(&limits.groups, limits.usable_blocks + 1) };
         Self {
             scheduler: Scheduler::new(&cache, &config).expect("a valid configuration"),
             model: SchedulerModel::new(limits),

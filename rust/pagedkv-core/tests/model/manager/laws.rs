@@ -3,6 +3,7 @@
 use pagedkv_core::{BlockId, BlockState, KVCacheManager};
 
 use super::{ManagerModel, index, states};
+use crate::model::memory::Place;
 
 impl ManagerModel {
     /// Whether the manager's state is what the model says.
@@ -10,11 +11,11 @@ impl ManagerModel {
         manager.check_integrity().unwrap_or_else(|broken| panic!("{broken}"));
         assert_eq!(manager.num_sequences(), self.sequences.len());
         for sequence in &self.sequences {
-            let table = manager.block_table(sequence.id).expect("a live sequence");
-            assert!(
-                table.iter().map(|&block| index(block)).eq(sequence.table.iter().copied()),
-                "table {table:?} of {sequence:?}"
-            );
+            for (group, expected) in sequence.tables.iter().enumerate() {
+                let table = manager.group_table(sequence.id, group).expect("a live sequence");
+                let same = table.iter().map(|&block| index(block)).eq(expected.iter().copied());
+                assert!(same, "table {table:?} in group {group} of {sequence:?}");
+            }
             assert_eq!(manager.num_tokens(sequence.id), Ok(sequence.tokens.len() as u32));
             assert_eq!(manager.num_computed_tokens(sequence.id), Ok(sequence.num_computed as u32));
         }
@@ -58,19 +59,22 @@ impl ManagerModel {
 
     fn check_contents(&self) {
         for sequence in self.sequences.iter().filter(|sequence| self.is_idle(sequence.id)) {
-            for position in 0..sequence.num_computed {
-                let read = self.memory.read(&sequence.table, position);
-                let own = read == Some(sequence.histories[position]);
-                assert!(own, "another's token lies at {position} of {sequence:?}");
+            for (number, (group, table)) in self.groups.iter().zip(&sequence.tables).enumerate() {
+                for position in group.first_seen(sequence.num_computed)..sequence.num_computed {
+                    let read = self.memory.read(group.place(number, table, position));
+                    let own = read == Some(sequence.histories[position]);
+                    assert!(own, "another's token lies at {position} of {sequence:?}");
+                }
             }
         }
         for (block, entry) in self.entries.iter().enumerate() {
             let Some(entry) = entry.filter(|entry| entry.filling.is_none()) else {
                 continue;
             };
-            let expected = self.histories.back_from(entry.history, self.block_size);
-            for (offset, history) in (0..self.block_size).rev().zip(expected) {
-                let found = self.memory.slot(block * self.block_size + offset);
+            let block_size = self.groups[entry.group].block_size;
+            let expected = self.histories.back_from(entry.history, block_size);
+            for (offset, history) in (0..block_size).rev().zip(expected) {
+                let found = self.memory.read(Place { group: entry.group, block, offset });
                 assert!(found == Some(history), "block {block} is public and does not hold its tokens");
             }
         }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use pagedkv_core::{BlockId, BlockState, Identity, KVCacheManager, PlanId, SequenceId};
 
 use super::events::Events;
-use super::memory::{Histories, History, Memory};
+use super::memory::{Group, Histories, History, Memory, Place};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
@@ -26,12 +26,13 @@ pub(crate) struct Sequence {
     coming: Vec<i32>,
     /// Of the tokens, known and coming.
     histories: Vec<History>,
-    pub(crate) table: Vec<usize>,
+    /// By group; 0 where the window needs no block.
+    pub(crate) tables: Vec<Vec<usize>>,
     pub(crate) num_computed: usize,
     pub(crate) num_scheduled: usize,
     /// The last scheduled tokens that are guesses of which nobody said whether they hold.
     pub(crate) num_drafts: usize,
-    /// Full blocks that the cache knows.
+    /// Full runs of the smallest block size that the cache knows.
     num_registered: usize,
     /// Whether its last block may hold more than it kept: it was cut, or is the fork of one that was.
     is_cut: bool,
@@ -46,9 +47,12 @@ struct Growth {
     after: usize,
     num_drafts: usize,
     histories: Vec<History>,
-    table: Vec<usize>,
-    copy: Option<(usize, usize)>,
-    writes: Vec<(usize, History)>,
+    tables: Vec<Vec<usize>>,
+    /// Group, source and target.
+    copies: Vec<(usize, usize, usize)>,
+    /// The first position that is computed.
+    start: usize,
+    writes: Vec<(Place, History)>,
 }
 
 #[derive(Debug)]
@@ -61,6 +65,7 @@ struct Plan {
 /// What the cache says of a block: it holds the last tokens of this history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
+    group: usize,
     history: History,
     generation: u32,
     /// The plan that will have computed it; `None` once it has.
@@ -69,6 +74,8 @@ struct Entry {
 
 #[derive(Debug)]
 pub(crate) struct ManagerModel {
+    pub(crate) groups: Vec<Group>,
+    /// The smallest of the groups.
     pub(crate) block_size: usize,
     caching: bool,
     generation: u32,
@@ -95,9 +102,10 @@ pub(crate) fn states(manager: &KVCacheManager) -> Vec<BlockState> {
 }
 
 impl ManagerModel {
-    pub(crate) fn new(num_blocks: usize, block_size: usize, caching: bool) -> Self {
+    pub(crate) fn new(num_blocks: usize, groups: &[Group], caching: bool) -> Self {
         Self {
-            block_size,
+            groups: groups.to_vec(),
+            block_size: groups.iter().map(|group| group.block_size).min().expect("at least one group"),
             caching,
             generation: 0,
             sequences: Vec::new(),
@@ -105,7 +113,7 @@ impl ManagerModel {
             entries: vec![None; num_blocks],
             recently_named: vec![false; num_blocks],
             histories: Histories::default(),
-            memory: Memory::new(num_blocks, block_size),
+            memory: Memory::new(num_blocks, groups),
             num_evictions: 0,
             events: Events::default(),
         }
@@ -147,7 +155,7 @@ impl ManagerModel {
             tokens: tokens.to_vec(),
             coming: Vec::new(),
             histories: Vec::new(),
-            table: Vec::new(),
+            tables: vec![Vec::new(); self.groups.len()],
             num_computed: 0,
             num_scheduled: 0,
             num_drafts: 0,
@@ -211,6 +219,7 @@ impl ManagerModel {
         sequence.coming.drain(..known);
         self.remember(id);
         self.register(id);
+        self.leave_windows();
     }
 
     pub(crate) fn fork(&mut self, parent: SequenceId, child: SequenceId) {
@@ -223,7 +232,14 @@ impl ManagerModel {
 
     pub(crate) fn truncate(&mut self, id: SequenceId, num_tokens: usize) {
         self.find_mut(id).tokens.truncate(num_tokens);
-        self.cut(id, num_tokens);
+        let kept = self.find(id).num_computed.min(num_tokens);
+        let has_all = self.groups.iter().zip(&self.find(id).tables).all(|(group, table)| {
+            let needed = group.columns_before(kept)..kept.div_ceil(group.block_size);
+            table[needed].iter().all(|&block| block > 0)
+        });
+        self.find_mut(id).is_cut |= num_tokens < self.find(id).num_scheduled;
+        self.events.note("cuts before a window", u64::from(!has_all));
+        self.shrink(id, if has_all { kept } else { 0 });
     }
 
     fn cut(&mut self, id: SequenceId, num_tokens: usize) {
@@ -256,14 +272,17 @@ impl ManagerModel {
             return;
         };
         plan.ran = true;
-        let copies: Vec<_> = plan.growths.iter().filter_map(|growth| growth.copy).collect();
+        let copies = plan.growths.iter().flat_map(|growth| &growth.copies);
+        let copies: Vec<_> = copies.map(|&(_, source, target)| (source, target)).collect();
         let writes: Vec<_> = plan.growths.iter().flat_map(|growth| growth.writes.clone()).collect();
         self.memory.run(&copies, &writes);
         for growth in &plan.growths {
-            for (position, &history) in growth.histories.iter().enumerate() {
-                let read = self.memory.read(&growth.table, position);
-                let own = read == Some(history);
-                assert!(own, "{:?} reads another's token at {position}: {growth:?}", growth.sequence);
+            for (number, (group, table)) in self.groups.iter().zip(&growth.tables).enumerate() {
+                for position in group.first_seen(growth.start)..growth.after {
+                    let read = self.memory.read(group.place(number, table, position));
+                    let own = read == Some(growth.histories[position]);
+                    assert!(own, "{:?} reads another's token at {position}: {growth:?}", growth.sequence);
+                }
             }
         }
     }
@@ -294,7 +313,21 @@ impl ManagerModel {
                 entry.filling = None;
             }
         }
+        self.leave_windows();
         self.forget_old_names();
+    }
+
+    /// Blocks that lie before what the next query sees leave, by what is committed and is not the last known token.
+    fn leave_windows(&mut self) {
+        for sequence in &mut self.sequences {
+            let committed = sequence.num_computed.min(sequence.tokens.len() - 1);
+            for (group, table) in self.groups.iter().zip(&mut sequence.tables) {
+                for block in &mut table[..group.columns_before(committed)] {
+                    self.events.note("blocks that left a window", u64::from(*block > 0));
+                    *block = 0;
+                }
+            }
+        }
     }
 
     /// Undoes the plan and all behind it.
@@ -310,8 +343,9 @@ impl ManagerModel {
                 self.shrink(growth.sequence, growth.before);
                 let sequence = self.find_mut(growth.sequence);
                 (sequence.is_cut, sequence.num_drafts) = (growth.was_cut, 0);
-                if let Some((source, _)) = growth.copy {
-                    *self.find_mut(growth.sequence).table.last_mut().expect("a tail") = source;
+                for &(group, source, _) in &growth.copies {
+                    let tables = &mut self.find_mut(growth.sequence).tables;
+                    *tables[group].last_mut().expect("a tail") = source;
                 }
                 self.remember(growth.sequence);
             }
@@ -323,7 +357,7 @@ impl ManagerModel {
     }
 
     fn num_holders(&self, block: usize) -> usize {
-        let held = self.sequences.iter().flat_map(|sequence| &sequence.table);
+        let held = self.sequences.iter().flat_map(|sequence| sequence.tables.iter().flatten());
         held.filter(|&&held| held == block).count()
     }
 
@@ -356,26 +390,31 @@ impl ManagerModel {
             return;
         }
         let full = sequence.num_scheduled.min(sequence.tokens.len()) / self.block_size;
-        for column in sequence.num_registered..full {
-            let end = (column + 1) * self.block_size;
+        for run in sequence.num_registered..full {
+            let end = (run + 1) * self.block_size;
             let mut growths = plans.iter().flat_map(|plan| plan.growths.iter().map(move |growth| (plan, growth)));
             let filling = growths.find(|(_, growth)| growth.sequence == id && end <= growth.after);
-            self.entries[sequence.table[column]] = Some(Entry {
-                history: sequence.histories[end - 1],
-                generation: sequence.generation,
-                filling: filling.filter(|_| end > sequence.num_computed).map(|(plan, _)| plan.id),
-            });
+            let filling = filling.filter(|_| end > sequence.num_computed).map(|(plan, _)| plan.id);
+            for (number, (group, table)) in self.groups.iter().zip(&sequence.tables).enumerate() {
+                let history = sequence.histories[end - 1];
+                if end.is_multiple_of(group.block_size) && table[end / group.block_size - 1] > 0 {
+                    let entry = Entry { group: number, history, generation: sequence.generation, filling };
+                    self.entries[table[end / group.block_size - 1]] = Some(entry);
+                }
+            }
         }
         sequence.num_registered = sequence.num_registered.max(full);
     }
 
     fn shrink(&mut self, id: SequenceId, num_tokens: usize) {
-        let block_size = self.block_size;
+        let (block_size, groups) = (self.block_size, self.groups.clone());
         let generation = self.generation;
         let sequence = self.find_mut(id);
         sequence.num_scheduled = sequence.num_scheduled.min(num_tokens);
         sequence.num_computed = sequence.num_computed.min(num_tokens);
-        sequence.table.truncate(sequence.num_scheduled.div_ceil(block_size));
+        let num_scheduled = sequence.num_scheduled;
+        let tables = sequence.tables.iter_mut().zip(&groups);
+        tables.for_each(|(table, group)| table.truncate(num_scheduled.div_ceil(group.block_size)));
         sequence.num_registered = sequence.num_registered.min(sequence.num_scheduled / block_size);
         if sequence.num_scheduled == 0 {
             sequence.generation = generation;
@@ -386,6 +425,6 @@ impl ManagerModel {
 
 /// The blocks that a plan names by a growth.
 fn named(growth: &Growth) -> impl Iterator<Item = usize> {
-    let copied = growth.copy.into_iter().flat_map(|(source, target)| [source, target]);
-    growth.table.iter().copied().chain(copied)
+    let copied = growth.copies.iter().flat_map(|&(_, source, target)| [source, target]);
+    growth.tables.iter().flatten().copied().chain(copied).filter(|&block| block > 0)
 }

@@ -30,16 +30,27 @@ impl SchedulerModel {
     /// Blocks that the next tokens of all live samples of a gang take: one each on a block border; else a copy for all
     /// who write into one block but the last, and for the last as well if others hold the block.
     pub(super) fn blocks_of_the_gang(&self, scheduler: &Scheduler, request: &Request) -> usize {
+        let groups = self.limits.groups.iter().enumerate();
+        groups.map(|(number, group)| self.blocks_of_the_gang_in(scheduler, request, number, group.block_size)).sum()
+    }
+
+    fn blocks_of_the_gang_in(
+        &self,
+        scheduler: &Scheduler,
+        request: &Request,
+        group: usize,
+        block_size: usize,
+    ) -> usize {
         let mut writers = BTreeMap::new();
         let mut needed = 0;
         for sample in request.live() {
             let num_scheduled = request.num_scheduled(sample);
-            if num_scheduled.is_multiple_of(self.limits.block_size) {
+            if num_scheduled.is_multiple_of(block_size) {
                 needed += 1;
                 continue;
             }
-            let table = scheduler.block_table(request.handle, sample as u32).expect("a live sample");
-            let tail = table.expect("it holds blocks")[num_scheduled / self.limits.block_size];
+            let table = scheduler.group_table(request.handle, sample as u32, group).expect("a live sample");
+            let tail = table.expect("it holds blocks")[num_scheduled / block_size];
             *writers.entry(tail).or_insert(0) += 1;
         }
         for (tail, writers) in writers {

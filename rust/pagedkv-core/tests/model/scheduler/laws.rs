@@ -58,12 +58,11 @@ impl SchedulerModel {
         if residents_before.is_empty() || first.handle == last {
             return;
         }
-        let block_size = self.limits.block_size;
         let still_needed = |request: &Request| -> usize {
             let of_sequence = |sample| {
                 let num_scheduled = request.num_scheduled(sample);
                 let end = num_scheduled + self.num_wanted(request, sample, Self::is_lagging(request, entries));
-                end.div_ceil(block_size) - num_scheduled.div_ceil(block_size)
+                self.blocks_to_come(scheduler, request, sample, end)
             };
             request.sequences().into_iter().map(of_sequence).sum()
         };
@@ -94,11 +93,11 @@ impl SchedulerModel {
             assert!(progresses, "the oldest request waits, and no plan is in flight");
         }
         let budget_left = self.limits.max_num_batched_tokens - plan.sizes().num_tokens as usize;
-        if budget_left > 0 && !self.limits.cuts_chunks && scheduler.manager().pool().num_available() > 0 {
+        let available = scheduler.manager().pool().num_available() as usize;
+        if budget_left > 0 && !self.limits.cuts_chunks && available >= self.limits.groups.len() {
             let waits = self.residents().find(|request| !self.idle(request, entries).is_empty());
             let Some(request) = waits else { return };
-            // One token takes one block at the most, so whoever is the first that does not run wants more than that.
-            let available = scheduler.manager().pool().num_available() as usize;
+            // One token takes one block of each group at the most, so whoever is the first that does not run wants more than that.
             let could_run = if request.is_ready_gang(entries) {
                 let needed = self.blocks_of_the_gang(scheduler, request);
                 budget_left >= request.live().count() && available >= needed
@@ -149,9 +148,12 @@ impl SchedulerModel {
             request.sequences().into_iter().map(|sample| (request.handle, sample, request.num_scheduled(sample)))
         });
         for (handle, sample, num_scheduled) in sequences {
-            let table = scheduler.block_table(handle, sample as u32).expect("a live sample");
-            let num_blocks = table.map_or(0, <[_]>::len);
-            assert_eq!(num_blocks, num_scheduled.div_ceil(self.limits.block_size), "blocks of {handle:?} {sample}");
+            for (number, group) in self.limits.groups.iter().enumerate() {
+                let table = scheduler.group_table(handle, sample as u32, number).expect("a live sample");
+                let num_blocks = table.map_or(0, <[_]>::len);
+                let expected = num_scheduled.div_ceil(group.block_size);
+                assert_eq!(num_blocks, expected, "blocks of {handle:?} {sample} in group {number}");
+            }
         }
     }
 

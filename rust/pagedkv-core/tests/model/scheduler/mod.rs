@@ -12,11 +12,11 @@ mod schedule;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use pagedkv_core::{Handle, NewRequest, PlanId, Policy, StepPlan};
+use pagedkv_core::{Handle, NewRequest, PlanId, Policy, Scheduler, StepPlan};
 
 use super::device::{Device, Expected};
 use super::events::Events;
-use super::memory::Histories;
+use super::memory::{Group, Groups, Histories};
 pub(crate) use commit::Outcome;
 use request::Sample;
 pub(crate) use request::{Node, Request};
@@ -27,7 +27,9 @@ pub(crate) struct Limits {
     /// Whether chunks end before the budget does.
     pub(crate) cuts_chunks: bool,
     pub(crate) watermark_blocks: usize,
+    /// The smallest of the groups.
     pub(crate) block_size: usize,
+    pub(crate) groups: Groups,
     pub(crate) usable_blocks: usize,
     pub(crate) max_num_seqs: usize,
     pub(crate) max_num_batched_tokens: usize,
@@ -60,6 +62,12 @@ impl Limits {
     pub(crate) fn num_columns(&self) -> usize {
         (self.max_model_len + self.lookahead).div_ceil(self.block_size)
     }
+
+    /// Most blocks of a group that one sequence holds, with plans in flight.
+    pub(crate) fn most_blocks(&self, group: &Group) -> usize {
+        let ahead = self.max_plans_in_flight * self.max_num_batched_tokens + self.lookahead;
+        group.window.map_or(usize::MAX, |window| (window - 1 + ahead).div_ceil(group.block_size) + 1)
+    }
 }
 
 #[derive(Debug)]
@@ -70,8 +78,8 @@ struct Plan {
     tokens: Vec<i32>,
     /// What the plan before samples.
     tokens_before: Vec<i32>,
-    /// The host's view of the tables.
-    tables: Vec<Vec<i32>>,
+    /// The host's view of the tables, by group.
+    tables: Vec<Vec<Vec<i32>>>,
     has_run: bool,
 }
 
@@ -97,7 +105,7 @@ impl SchedulerModel {
             requests: Vec::new(),
             aborts: Vec::new(),
             plans: VecDeque::new(),
-            device: Device::new(limits.usable_blocks + 1, limits.block_size, limits.max_num_seqs, num_columns),
+            device: Device::new(limits.usable_blocks + 1, &limits.groups, limits.max_num_seqs, num_columns),
             histories: Histories::default(),
             num_blocks_before: 0,
             num_preemptions: 0,
@@ -123,11 +131,27 @@ impl SchedulerModel {
 
     /// Blocks that the request needs at its longest.
     pub(crate) fn num_blocks_needed(&self, request: &NewRequest) -> usize {
-        let block_size = self.limits.block_size;
         let prompt_len = request.prompt_token_ids.len();
         let longest = prompt_len + request.max_tokens as usize - 1 + self.limits.lookahead;
-        let shared = prompt_len / block_size;
-        shared + request.n as usize * (longest.div_ceil(block_size) - shared)
+        let n = request.n as usize;
+        let in_group = |group: &Group| {
+            let shared = prompt_len / group.block_size;
+            let all = shared + n * (longest.div_ceil(group.block_size) - shared);
+            all.min(n.saturating_mul(self.limits.most_blocks(group)))
+        };
+        self.limits.groups.iter().map(in_group).sum()
+    }
+
+    /// Blocks that a sample's sequence takes on the way to its first `end` tokens, beyond those that it holds.
+    fn blocks_to_come(&self, scheduler: &Scheduler, request: &Request, sample: usize, end: usize) -> usize {
+        let in_group = |(number, group): (usize, &Group)| {
+            let table = scheduler.group_table(request.handle, sample as u32, number).expect("a live sample");
+            let table = table.unwrap_or_default();
+            let held = table.iter().filter(|block| block.get() > 0).count();
+            let new = end.div_ceil(group.block_size).saturating_sub(table.len());
+            new.min(self.limits.most_blocks(group).saturating_sub(held))
+        };
+        self.limits.groups.iter().enumerate().map(in_group).sum()
     }
 
     pub(crate) fn add_request(&mut self, handle: Handle, request: &Arc<NewRequest>) {
@@ -193,8 +217,11 @@ impl SchedulerModel {
         plan.has_run = true;
         let sequences: Vec<_> = plan.entries.iter().map(|entry| entry.expected.clone()).collect();
         self.device.run(&plan.arrays, &plan.tokens_before, &sequences);
-        for (s, table) in plan.tables.iter().enumerate() {
-            assert_eq!(&self.device.row(&plan.arrays, s), table, "the device's table and the host's");
+        for (group, tables) in plan.tables.iter().enumerate() {
+            for (s, table) in tables.iter().enumerate() {
+                let row = self.device.row(&plan.arrays, group, s);
+                assert_eq!(&row, table, "the device's table and the host's in group {group}");
+            }
         }
     }
 

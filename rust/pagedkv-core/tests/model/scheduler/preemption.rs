@@ -46,8 +46,9 @@ impl SchedulerModel {
     fn most_blocks_wanted(&self, request: &Request) -> usize {
         let wanted = |sample| {
             let (held, limit) = (request.num_scheduled(sample), request.limit(sample));
-            let new = limit.div_ceil(self.limits.block_size).saturating_sub(held.div_ceil(self.limits.block_size));
-            new + usize::from(limit > held)
+            let in_group =
+                |size: usize| limit.div_ceil(size).saturating_sub(held.div_ceil(size)) + usize::from(limit > held);
+            self.limits.groups.iter().map(|group| in_group(group.block_size)).sum::<usize>()
         };
         request.sequences().into_iter().map(wanted).sum()
     }

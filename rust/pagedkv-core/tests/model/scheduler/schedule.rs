@@ -40,7 +40,7 @@ impl SchedulerModel {
             }
         }
         self.check_limits(&plan, &entries);
-        let tables = self.tables(scheduler, &plan);
+        let tables = (0..self.limits.groups.len()).map(|group| self.tables(scheduler, &plan, group)).collect();
         let tokens_before = self.plans.back().map_or(Vec::new(), |before| before.tokens.clone());
         self.events.note("tokens", u64::from(sizes.num_tokens));
         self.events.note("copies", plan.i32s(Field::Copies).len() as u64 / 2);
@@ -57,7 +57,7 @@ impl SchedulerModel {
         let planned_twice = entries.iter().any(|entry| entry.handle == handle && entry.sample == sample);
         assert!(num_tokens > 0 && !planned_twice, "{handle:?} {sample} is planned twice or for nothing");
         let waits = self.plans.iter().flat_map(|plan| &plan.entries).any(|entry| entry.handle == handle);
-        let block_size = self.limits.block_size;
+        let groups = self.limits.groups;
         let previous = self.plans.back().map(|plan| plan.arrays.id());
         let request = self.requests.iter_mut().find(|request| request.handle == handle);
         let request = request.expect("only live requests are planned");
@@ -73,7 +73,7 @@ impl SchedulerModel {
         let before = request.num_scheduled(sample);
         let start = end - num_tokens;
         let num_hit_tokens = start.checked_sub(before).expect("nothing is computed twice");
-        let is_hit = before.is_multiple_of(block_size) && start.is_multiple_of(block_size);
+        let is_hit = groups.are_whole_at(before) && groups.are_whole_at(start);
         assert!(
             num_hit_tokens == 0 || is_hit && request.asked.use_prefix_cache,
             "{num_hit_tokens} tokens from the cache"
@@ -151,22 +151,23 @@ impl SchedulerModel {
         }
     }
 
-    /// The host's view of the plan's tables, in both forms.
-    fn tables(&self, scheduler: &Scheduler, plan: &StepPlan) -> Vec<Vec<i32>> {
+    /// The host's view of the plan's tables in a group, in both forms.
+    fn tables(&self, scheduler: &Scheduler, plan: &StepPlan, group: usize) -> Vec<Vec<i32>> {
         let num_sequences = plan.sizes().num_sequences as usize;
         let columns = self.limits.num_columns();
+        let block_size = self.limits.groups[group].block_size;
         let mut padded = vec![-1; num_sequences * columns];
-        scheduler.write_block_table(plan.id(), columns, &mut padded).expect("the plan is in flight");
-        let len = |s: usize| (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(self.limits.block_size);
+        scheduler.write_block_table(plan.id(), group, columns, &mut padded).expect("the plan is in flight");
+        let len = |s: usize| (plan.i32s(Field::SeqLens)[s] as usize).div_ceil(block_size);
         let tables: Vec<_> = padded.chunks(columns).enumerate().map(|(s, row)| row[..len(s)].to_vec()).collect();
         let (mut indptr, mut last) = (vec![-1; num_sequences + 1], vec![-1; num_sequences]);
         let mut indices = vec![-1; padded.len()];
-        let total =
-            scheduler.write_csr(plan.id(), &mut indptr, &mut indices, &mut last).expect("the plan is in flight");
+        let written = scheduler.write_csr(plan.id(), group, &mut indptr, &mut indices, &mut last);
+        let total = written.expect("the plan is in flight");
         assert_eq!(indices[..total], tables.concat());
         for s in 0..num_sequences {
             assert_eq!((indptr[s + 1] - indptr[s]) as usize, len(s));
-            let full = (len(s) - 1) * self.limits.block_size;
+            let full = (len(s) - 1) * block_size;
             assert_eq!(full + last[s] as usize, plan.i32s(Field::SeqLens)[s] as usize, "tokens in the last block");
         }
         tables
