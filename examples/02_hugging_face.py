@@ -19,7 +19,7 @@ config = LlamaConfig(vocab_size=256, num_key_value_heads=2, initializer_range=0.
 llama = LlamaForCausalLM(config).eval()
 model = TransformersModel(llama)
 
-cache_config = pagedkv.CacheConfig(64, block_size=16, groups=[model.group])
+cache_config = pagedkv.CacheConfig(64, block_size=16, groups=model.cache_groups())
 scheduler_config = pagedkv.SchedulerConfig(max_num_seqs=8, max_model_len=256)
 scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
 kv_cache = pagedkv.KVCache.from_config(cache_config, scheduler_config)

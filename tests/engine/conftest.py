@@ -183,7 +183,7 @@ def generate_with_rollbacks():
 
     def generate(case, *points, block_size=16, num_blocks=256):
         model = TransformersModel(case.model)
-        config = CacheConfig(num_blocks, block_size, groups=[model.group])
+        config = CacheConfig(num_blocks, block_size, groups=model.cache_groups())
         max_model_len = min(1024, model.max_model_len)
         limits = SchedulerConfig(max_num_batched_tokens=128, max_model_len=max_model_len, max_plans_in_flight=2)
         scheduler, cache = Scheduler(config, limits), KVCache.from_config(config, limits)

@@ -31,7 +31,7 @@ def build(model_type, **options):
 def call(tiny_model):
     """Return a function that runs two tokens through a model whose attention is paged, with further keywords."""
     model = TransformersModel(tiny_model)
-    config, limits = CacheConfig(8, groups=[model.group]), SchedulerConfig(max_num_seqs=2, max_model_len=32)
+    config, limits = CacheConfig(8, groups=model.cache_groups()), SchedulerConfig(max_num_seqs=2, max_model_len=32)
     scheduler, cache = Scheduler(config, limits), KVCache.from_config(config, limits)
     scheduler.add_request("a", [1, 2], max_tokens=1)
     plan = scheduler.schedule()
@@ -76,9 +76,9 @@ def test_transformers_hook_refuses_position_bias(call):
 
 
 @torch.inference_mode()
-def test_transformers_hook_refuses_sinks_given_as_s_aux(call):
-    with pytest.raises(UnsupportedError, match="^s_aux: "):
-        call(s_aux=torch.zeros(4))
+def test_transformers_hook_refuses_sinks_that_are_not_one_for_each_query_head(call):
+    with pytest.raises(ValueError, match=r"^sinks: expected shape \(num_q_heads=4,\), found \(2,\)"):
+        call(s_aux=torch.zeros(2))
 
 
 @torch.inference_mode()
@@ -124,13 +124,6 @@ def test_transformers_model_refuses_values_of_another_head_dim():
         LLM(model)
 
 
-def test_transformers_model_refuses_attention_sinks():
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    model = build("gpt_oss", head_dim=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters=rope)
-    with pytest.raises(UnsupportedError, match="^s_aux: "):
-        LLM(model)
-
-
 def test_transformers_model_refuses_an_encoder():
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
@@ -168,14 +161,22 @@ def test_transformers_model_refuses_a_model_without_position_ids():
         LLM(build("bloom"))
 
 
-def test_transformers_model_refuses_layers_that_differ():
+class WholeRotation(torch.nn.Module):
+    """Angles of zero, which fit any head_dim."""
+
+    def forward(self, x, position_ids):
+        zero = torch.zeros(*position_ids.shape, 1)
+        return zero + 1, zero
+
+
+def test_transformers_model_refuses_layers_of_which_no_blocks_have_equal_bytes():
     model = build("llama", head_dim=16)
     attention = model.model.layers[1].self_attn
-    attention.num_key_value_groups = 1
-    attention.k_proj, attention.v_proj = (torch.nn.Linear(64, 64) for _ in range(2))
-    with pytest.raises(
-        UnsupportedError, match=r"layers of different \(num_kv_heads, head_dim\): \[\(2, 16\), \(4, 16\)\]"
-    ):
+    attention.head_dim = 24
+    attention.q_proj, attention.k_proj, attention.v_proj = (torch.nn.Linear(64, 24 * n) for n in (4, 2, 2))
+    attention.o_proj = torch.nn.Linear(96, 64)
+    model.model.rotary_emb = WholeRotation()
+    with pytest.raises(UnsupportedError, match="a token takes 256 bytes per layer in group 0 and 384 in another"):
         LLM(model)
 
 

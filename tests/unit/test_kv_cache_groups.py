@@ -6,31 +6,31 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import reference
+from pagedkv import CacheConfig, GroupSpec, SchedulerConfig, reference
 from pagedkv.attention import paged_attention
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
 
 NUM_BLOCKS = 9
-LIMITS = SimpleNamespace(max_num_seqs=3, max_model_len=30, lookahead=0)
+LIMITS = SchedulerConfig(max_num_seqs=3, max_model_len=30)
 NONE = {"table_updates": (0, 4), "slot_moves": (0, 3), "swap_out": (0, 2), "swap_in": (0, 2), "copies": (0, 2)}
 
 
-def make_config(*groups, num_layer_slots=2):
-    """Return a configuration of groups given as (layers, num_kv_heads, head_dim, block_size, dtype, window)."""
+def fake_config(*groups, num_layer_slots=2):
+    """Return what `CacheConfig` refuses: groups of (layers, num_kv_heads, head_dim, block_size, dtype, window)."""
     names = ("layers", "num_kv_heads", "head_dim", "block_size", "dtype", "sliding_window")
     specs = [SimpleNamespace(num_layers=0, **dict(zip(names, group, strict=True))) for group in groups]
     return SimpleNamespace(num_blocks=NUM_BLOCKS, block_size=4, groups=specs, num_layer_slots=num_layer_slots)
 
 
-# Layers 1 and 3 see all tokens; layers 0 and 2, and layer 4, have heads of half the size and a window.
-TWO_HEAD_DIMS = make_config(
-    ([1, 3], 2, 16, 4, "float32", None),
-    ([0, 2], 2, 8, 8, "float32", 5),
-    ([4], 2, 8, 8, "float32", 5),
-)
-TWO_DTYPES = make_config(([0, 1], 2, 8, 4, "float32", None), ([2, 3], 2, 8, 8, "bfloat16", None))
-EQUAL_SHAPES = make_config(([0, 1], 2, 8, 4, "float32", None), ([2, 3], 2, 8, 4, "float32", 6))
+def make_config(*groups):
+    return CacheConfig(NUM_BLOCKS, 4, groups=groups)
+
+
+# Layers 1 and 3 see all tokens; the others have heads of half the size and a window, and are split into two groups.
+TWO_HEAD_DIMS = make_config(GroupSpec([1, 3], 2, 16), GroupSpec([0, 2, 4, 5], 2, 8, sliding_window=5))
+TWO_DTYPES = make_config(GroupSpec([0, 1], 2, 8), GroupSpec([2, 3], 2, 8, "bfloat16"))
+EQUAL_SHAPES = make_config(GroupSpec([0, 1], 2, 8), GroupSpec([2, 3], 2, 8, sliding_window=6))
 
 
 def make_cache(config=TWO_HEAD_DIMS, **options):
@@ -50,16 +50,17 @@ def test_kv_cache_has_one_pool_and_a_table_per_group(backend):
     assert tuple(cache.pool.shape) == (NUM_BLOCKS, 2, 2, 2, 4, 16)
     assert cache.num_bytes == cache.pool.nbytes == NUM_BLOCKS * 2 * 2 * 2 * 4 * 16 * 4
     assert tuple(cache.block_table.shape) == (3, 3, 8)  # 30 tokens in the smallest blocks, those of 4
-    assert (cache.num_layers, cache.num_layer_slots) == (5, 2)
+    assert (cache.num_layers, cache.num_layer_slots) == (6, 2)
 
 
 def test_kv_cache_finds_the_group_of_a_layer():
-    assert [make_cache().group_of(layer) for layer in range(5)] == [1, 0, 1, 0, 2]
+    assert [make_cache().group_of(layer) for layer in range(6)] == [1, 0, 1, 0, 2, 2]
 
 
 def test_kv_cache_reports_slots_without_a_layer():
-    assert make_cache().padding == pytest.approx(1 / 6)
-    assert make_cache(EQUAL_SHAPES).padding == 0
+    sizes = (2, 8, 4, "float32", None)
+    assert make_cache(fake_config(([0, 1], *sizes), ([2, 3], *sizes), ([4], *sizes))).padding == pytest.approx(1 / 6)
+    assert make_cache().padding == 0
 
 
 def test_kv_cache_describes_its_groups():
@@ -67,7 +68,7 @@ def test_kv_cache_describes_its_groups():
     assert [(group.layers, group.block_size, group.sliding_window) for group in groups] == [
         ((1, 3), 4, None),
         ((0, 2), 8, 5),
-        ((4,), 8, 5),
+        ((4, 5), 8, 5),
     ]
 
 
@@ -83,10 +84,10 @@ def test_kv_cache_has_no_single_answer_where_groups_differ(name):
 @pytest.mark.parametrize("backend", ["torch", "numpy"])
 def test_layers_of_all_groups_have_the_shape_of_their_group(backend, layout):
     cache = make_cache(backend=backend, layout=layout)
-    shapes = [tuple(cache.layer(layer)[0].shape) for layer in range(5)]
+    shapes = [tuple(cache.layer(layer)[0].shape) for layer in range(6)]
     wide, narrow = (NUM_BLOCKS, 2, 4, 16), (NUM_BLOCKS, 2, 8, 8)
-    assert shapes == [narrow, wide, narrow, wide, narrow]
-    assert [cache.layer_tensors(layer)[1].shape for layer in range(5)] == shapes
+    assert shapes == [narrow, wide, narrow, wide, narrow, narrow]
+    assert [cache.layer_tensors(layer)[1].shape for layer in range(6)] == shapes
 
 
 @pytest.mark.parametrize("config", [TWO_HEAD_DIMS, TWO_DTYPES, EQUAL_SHAPES], ids=["head_dims", "dtypes", "equal"])
@@ -135,7 +136,7 @@ def test_layer_is_a_view_of_the_pools_bytes_when_groups_differ(backend, layout):
 def test_copies_take_whole_blocks_of_every_group_once(layout):
     cache = make_cache(layout=layout)
     cache.pool[...] = 0
-    for layer in range(5):
+    for layer in range(6):
         for array in cache.layer(layer):
             array[3 if cache.group_of(layer) else 2] = layer + 1
     cache.apply(make_plan(copies=[(2, 4), (3, 5)]))
@@ -216,18 +217,18 @@ def test_given_pool_is_refused_when_groups_differ_and_slots_are_outermost():
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (make_config(), ValueError, "cache_config: expected groups that describe the layers, found none"),
+        (fake_config(), ValueError, "cache_config: expected groups that describe the layers, found none"),
         (
-            make_config(([0], 2, 8, 4, "float32", None), ([1], 2, 8, 8, "float32", None)),
+            fake_config(([0], 2, 8, 4, "float32", None), ([1], 2, 8, 8, "float32", None)),
             ValueError,
             r"groups: expected equal bytes per block and layer, found \[512, 1024\]",
         ),
         (
-            make_config(([0, 1], 2, 8, 4, "float32", None), ([1], 2, 8, 4, "float32", None)),
+            fake_config(([0, 1], 2, 8, 4, "float32", None), ([1], 2, 8, 4, "float32", None)),
             ValueError,
             "groups: expected each layer once, found layer 1 again",
         ),
-        (make_config(([0], 2, 8, 4, "float8_e5m2", None)), UnsupportedError, "dtype: .* float8_e5m2"),
+        (make_config(GroupSpec([0], 2, 8, "float8_e5m2")), UnsupportedError, "dtype: .* float8_e5m2"),
     ],
 )
 def test_configuration_is_refused_when_its_groups_do_not_fit_one_pool(config, error, message):
@@ -235,7 +236,7 @@ def test_configuration_is_refused_when_its_groups_do_not_fit_one_pool(config, er
         make_cache(config)
 
 
-@pytest.mark.parametrize(("layer", "found"), [(5, "5"), (-1, "-1")])
+@pytest.mark.parametrize(("layer", "found"), [(6, "6"), (-1, "-1")])
 def test_layer_is_refused_when_no_group_has_it(layer, found):
-    with pytest.raises(InvalidArgumentError, match=f"layer: expected 0 to 4, found {found}"):
+    with pytest.raises(InvalidArgumentError, match=f"layer: expected 0 to 5, found {found}"):
         make_cache().group_of(layer)

@@ -1,6 +1,7 @@
-"""How many blocks a cache gets."""
+"""How many blocks a cache gets, and how its groups divide a block."""
 
 import logging
+from collections.abc import Sequence
 
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
@@ -8,11 +9,46 @@ from pagedkv.exceptions import InvalidArgumentError
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+# `CacheConfig` refuses more.
+_MOST_PADDING = 0.1
+
+
+def choose_layer_slots(groups: Sequence[GroupSpec]) -> int:
+    """Return how many layers a block should have room for.
+
+    Parameters
+    ----------
+    groups : sequence of GroupSpec
+        The groups of a model.
+
+    Returns
+    -------
+    int
+        The layers of the smallest group if that leaves few slots empty, else the number that makes the fewest groups.
+
+    Examples
+    --------
+    >>> choose_layer_slots([GroupSpec([5, 11], 1, 8), GroupSpec([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], 1, 8)])
+    2
+    >>> choose_layer_slots([GroupSpec([0, 1, 2, 3, 4], 1, 8), GroupSpec([5, 6, 7, 8, 9, 10], 1, 8)])
+    6
+    """
+    counts = [group.num_layers for group in groups]
+
+    def total(slots: int) -> int:
+        return sum(-(-count // slots) * slots for count in counts)
+
+    def fits(slots: int) -> bool:
+        return 1 - sum(counts) / total(slots) <= _MOST_PADDING
+
+    if fits(min(counts)):
+        return min(counts)
+    fitting = filter(fits, range(1, max(counts) + 1))
+    return min(fitting, key=lambda slots: (total(slots) // slots, total(slots)))
 
 
 def choose_num_blocks(
-    group: GroupSpec,
-    block_size: int,
+    cache_config: CacheConfig,
     limits: SchedulerConfig,
     num_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
@@ -21,12 +57,10 @@ def choose_num_blocks(
 
     Parameters
     ----------
-    group : GroupSpec
-        What a token takes.
-    block_size : int
-        Tokens per block.
+    cache_config : CacheConfig
+        What a block holds; its number of blocks does not matter.
     limits : SchedulerConfig
-        Longest sequence, and most sequences at a time.
+        Longest sequence, and most sequences and tokens at a time.
     num_blocks : int, optional
         The answer, if the caller knows it.
     kv_cache_memory_bytes : int, optional
@@ -41,37 +75,58 @@ def choose_num_blocks(
     Raises
     ------
     InvalidArgumentError
-        If both are given, a block has no tokens, or the memory does not hold one block beside the null block.
+        If both are given, or the memory does not hold one block beside the null block.
 
     Examples
     --------
-    >>> group = GroupSpec(30, 3, 64)
-    >>> choose_num_blocks(group, 16, SchedulerConfig(max_model_len=2048, max_num_seqs=4))
+    >>> config = CacheConfig(2, 16, groups=[GroupSpec(30, 3, 64)])
+    >>> choose_num_blocks(config, SchedulerConfig(max_model_len=2048, max_num_seqs=4))
     513
-    >>> choose_num_blocks(group, 16, SchedulerConfig(max_model_len=8192, max_num_seqs=256))
+    >>> choose_num_blocks(config, SchedulerConfig(max_model_len=8192, max_num_seqs=256))
     1456
     """
     if num_blocks is not None and kv_cache_memory_bytes is not None:
         raise InvalidArgumentError("kv_cache_memory_bytes: expected None beside num_blocks, found both")
-    if block_size < 1:
-        raise InvalidArgumentError(f"block_size: expected at least 1, found {block_size}")
-    block_bytes = CacheConfig(2, block_size, groups=[group]).block_bytes
+    block_bytes = cache_config.block_bytes
+    per_sequence = sum(_blocks_per_sequence(group, limits) for group in cache_config.groups)
     if kv_cache_memory_bytes is not None:
         num_blocks = int(kv_cache_memory_bytes // block_bytes)
         if num_blocks < 2:
             expected = f"at least {2 * block_bytes}, two blocks"
             raise InvalidArgumentError(f"kv_cache_memory_bytes: expected {expected}, found {kv_cache_memory_bytes}")
     elif num_blocks is None:
-        blocks_per_sequence = -(-limits.max_model_len // block_size)
-        fitting = max(DEFAULT_KV_CACHE_BYTES // block_bytes, blocks_per_sequence + 1)
-        num_blocks = min(limits.max_num_seqs * blocks_per_sequence + 1, fitting)
-    num_tokens = (num_blocks - 1) * block_size
-    logger.info(
-        "KV cache size: %s tokens in blocks of %d (%.1f MiB), maximum concurrency for %s tokens per request: %.2fx",
-        f"{num_tokens:,}",
-        block_size,
-        num_blocks * block_bytes / 2**20,
-        f"{limits.max_model_len:,}",
-        num_tokens / limits.max_model_len,
-    )
+        fitting = max(DEFAULT_KV_CACHE_BYTES // block_bytes, per_sequence + 1)
+        num_blocks = min(limits.max_num_seqs * per_sequence + 1, fitting)
+    _log_size(cache_config, num_blocks, limits.max_model_len, (num_blocks - 1) / per_sequence)
     return num_blocks
+
+
+def _log_size(cache_config: CacheConfig, num_blocks: int, max_model_len: int, concurrency: float) -> None:
+    block_sizes = sorted({group.block_size or 1 for group in cache_config.groups})
+    logger.info(
+        "KV cache size: %s tokens in blocks of %s (%.1f MiB), maximum concurrency for %s tokens per request: %.2fx",
+        f"{int(concurrency * max_model_len):,}",
+        " and ".join(map(str, block_sizes)),
+        num_blocks * cache_config.block_bytes / 2**20,
+        f"{max_model_len:,}",
+        concurrency,
+    )
+    if len(cache_config.groups) > 1:
+        windows = [group.sliding_window for group in cache_config.groups]
+        logger.info(
+            "%d groups of %d layers with windows %s; %.1f %% of each block is padding",
+            len(cache_config.groups),
+            cache_config.num_layer_slots,
+            ", ".join("none" if window is None else f"{window:,}" for window in windows),
+            100 * cache_config.padding,
+        )
+
+
+def _blocks_per_sequence(group: GroupSpec, limits: SchedulerConfig) -> int:
+    """Return the most blocks that one sequence holds in a group: in a window group, the window and its last steps."""
+    block_size = group.block_size or 1
+    whole = -(-(limits.max_model_len + limits.lookahead) // block_size)
+    if group.sliding_window is None:
+        return whole
+    in_flight = limits.max_plans_in_flight * limits.max_num_batched_tokens + limits.lookahead
+    return min(whole, -(-(group.sliding_window - 1 + in_flight) // block_size) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from pagedkv.config import CacheConfig, SchedulerConfig
-from pagedkv.engine.cache_size import choose_num_blocks
+from pagedkv.engine.cache_size import choose_layer_slots, choose_num_blocks
 from pagedkv.engine.loop import EngineLoop, StepEvent
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.progress import Progress
@@ -38,7 +39,7 @@ class LLM:
     dtype : str or torch.dtype
         Element type of the weights, and so of the cache: "auto", "float32", "float16" or "bfloat16".
     block_size : int
-        Tokens per block of the cache.
+        Tokens per block of the cache; of its smallest blocks, where layers differ.
     num_blocks : int, optional
         Blocks of the cache, the null block included.
     kv_cache_memory_bytes : int, optional
@@ -97,8 +98,16 @@ class LLM:
         hf_model, self._tokenizer = load_model(model, tokenizer, dtype)
         paged = TransformersModel(hf_model)
         limits = _limits(paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight)
-        num_blocks = choose_num_blocks(paged.group, block_size, limits, num_blocks, kv_cache_memory_bytes)
-        config = CacheConfig(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, groups=[paged.group])
+        groups = paged.cache_groups(limits.max_model_len)
+        make_config = partial(
+            CacheConfig,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            groups=groups,
+            num_layer_slots=choose_layer_slots(groups),
+        )
+        # Two blocks are the fewest that a configuration takes.
+        config = make_config(choose_num_blocks(make_config(2), limits, num_blocks, kv_cache_memory_bytes))
         self._scheduler = Scheduler(config, limits)
         kv_cache = KVCache.from_config(config, limits, device=str(paged.device))
         self._kv_cache: KVCache | None = kv_cache

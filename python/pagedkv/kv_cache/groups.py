@@ -64,16 +64,16 @@ def groups_of(cache_config: Any) -> tuple[tuple[CacheGroup, ...], int]:
         raise InvalidArgumentError("cache_config: expected groups that describe the layers, found none")
     groups = tuple(
         CacheGroup(
-            tuple(getattr(group, "layers", range(group.num_layers))),
+            tuple(group.layers),
             group.num_kv_heads,
             group.head_dim,
-            getattr(group, "block_size", None) or cache_config.block_size,
+            group.block_size,
             dtype_name(group.dtype),
             group.sliding_window,
         )
         for group in cache_config.groups
     )
-    return groups, getattr(cache_config, "num_layer_slots", len(groups[0].layers))
+    return groups, cache_config.num_layer_slots
 
 
 def place_layers(groups: Sequence[CacheGroup]) -> dict[int, tuple[int, int]]:

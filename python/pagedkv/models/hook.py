@@ -49,6 +49,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     pagedkv: AttentionStep | None = None,
     **others: Any,
@@ -65,8 +66,8 @@ def attend(
         Keys and values of the new tokens only.
     attention_mask, dropout, is_causal
         Refused unless None, 0, and None or true.
-    scaling, sliding_window, softcap
-        As in `paged_attention`: `softmax_scale`, `sliding_window`, `soft_cap`.
+    scaling, sliding_window, softcap, s_aux
+        As in `paged_attention`: `softmax_scale`, `sliding_window`, `soft_cap`, `sinks`.
     pagedkv : AttentionMetadata
         The step.
     **others
@@ -103,6 +104,8 @@ def attend(
         softmax_scale=scaling,
         sliding_window=sliding_window,
         soft_cap=softcap,
+        # A learned parameter keeps its gradient flag in inference mode.
+        sinks=None if s_aux is None else s_aux.detach(),
     )
     return out[None], None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pagedkv.attention import paged_attention
-from pagedkv.kv_cache import KVCache, from_dlpack
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ class AttentionStep(Protocol):
         softmax_scale: float | None,
         sliding_window: int | None,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of the new tokens, shape (num_tokens, num_q_heads, head_dim)."""
         ...
@@ -69,10 +71,10 @@ class AttentionMetadata:
     ----------
     kv_cache : KVCache
         The memory.
-    slot_mapping : array, shape (num_tokens,), int64
-        Where the keys and values of each new token go.
-    block_table : array, shape (num_rows, max_blocks_per_seq), int32
-        Block ids by row.
+    slot_mapping : array, shape (num_groups, num_tokens), int64
+        Where the keys and values of each new token go, by cache group.
+    block_table : array, shape (num_groups, num_rows, max_blocks_per_seq), int32
+        Block ids by cache group and row.
     rows : array, shape (num_seqs,), int32
         The row of each sequence.
     seq_lens : array, shape (num_seqs,), int32
@@ -82,7 +84,7 @@ class AttentionMetadata:
 
     Notes
     -----
-    Arrays come from any library that speaks DLPack. `from_plan` imports them once for all layers.
+    Arrays come from any library that speaks DLPack; they are imported once for all layers.
     """
 
     kv_cache: KVCache
@@ -91,6 +93,17 @@ class AttentionMetadata:
     rows: Any
     seq_lens: Any
     query_start_loc: Any
+    _by_group: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        slots, table = (from_dlpack(getattr(self, name), argument=name) for name in ("slot_mapping", "block_table"))
+        groups = range(len(self.kv_cache.groups))
+        for name, array in (("slot_mapping", slots), ("block_table", table)):
+            if not array.shape or array.shape[0] != len(groups):
+                raise InvalidArgumentError(
+                    f"{name}: expected a first dimension of num_groups={len(groups)}, found shape {array.shape}"
+                )
+        object.__setattr__(self, "_by_group", [(slots.select(0, g), table.select(0, g)) for g in groups])
 
     @classmethod
     def from_plan(cls, plan: Any, kv_cache: KVCache) -> Self:
@@ -106,9 +119,9 @@ class AttentionMetadata:
         Returns
         -------
         AttentionMetadata
-            The step, for cache group 0.
+            The step, for all cache groups.
         """
-        arrays = (plan.slot_mapping[0], kv_cache.block_table[0], plan.rows, plan.seq_lens, plan.query_start_loc)
+        arrays = (plan.slot_mapping, kv_cache.block_table, plan.rows, plan.seq_lens, plan.query_start_loc)
         return cls(kv_cache, *(from_dlpack(array) for array in arrays))
 
     def attend(
@@ -121,6 +134,7 @@ class AttentionMetadata:
         softmax_scale: float | None,
         sliding_window: int | None,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the keys and values of the new tokens, then attend over the blocks.
 
@@ -132,24 +146,38 @@ class AttentionMetadata:
             Queries, sequence after sequence.
         k, v : torch.Tensor, shape (num_tokens, num_kv_heads, head_dim)
             New keys and values.
-        softmax_scale, sliding_window, soft_cap
+        softmax_scale, sliding_window, soft_cap, sinks
             As for `paged_attention`.
 
         Returns
         -------
         torch.Tensor, shape (num_tokens, num_q_heads, head_dim)
             The result, in the dtype of `q`.
+
+        Raises
+        ------
+        UnsupportedError
+            If the layer sees further back than its cache group keeps blocks.
         """
-        self.kv_cache.append_kv(layer, k, v, self.slot_mapping)
+        number = self.kv_cache.group_of(layer)
+        kept = self.kv_cache.groups[number].sliding_window
+        if kept is not None and (sliding_window is None or sliding_window > kept):
+            raise UnsupportedError(
+                f"sliding_window: expected at most {kept}, which the cache group of layer {layer} keeps,"
+                f" found {sliding_window}"
+            )
+        slot_mapping, block_table = self._by_group[number]
+        self.kv_cache.append_kv(layer, k, v, slot_mapping)
         out: torch.Tensor = paged_attention(
             q,
             *self.kv_cache.layer_tensors(layer),
-            self.block_table,
+            block_table,
             self.seq_lens,
             self.query_start_loc,
             self.rows,
             softmax_scale=softmax_scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
         return out

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pagedkv.config import GroupSpec
 from pagedkv.exceptions import UnsupportedError
+from pagedkv.models.cache_groups import LayerShape
 from pagedkv.models.metadata import AttentionStep
 from pagedkv.models.support import check_layers
 
@@ -16,8 +16,7 @@ from pagedkv.models.support import check_layers
 class _Probe:
     """Notes what each layer asks for and answers with zeros."""
 
-    head_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    sliding_windows: dict[int, int | None] = field(default_factory=dict)
+    layers: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(
         self,
@@ -29,17 +28,17 @@ class _Probe:
         softmax_scale: float | None,
         sliding_window: int | None,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if layer in self.head_shapes:
+        if layer in self.layers:
             raise UnsupportedError(f"model: layer {layer} attends twice in one pass, which one cache layer can't hold")
         num_kv_heads, head_dim = k.shape[1:]
-        self.head_shapes[layer] = (num_kv_heads, head_dim)
-        self.sliding_windows[layer] = sliding_window
+        self.layers[layer] = LayerShape(num_kv_heads, head_dim, sliding_window)
         return torch.zeros_like(q)
 
 
-def probe_layers(model: Any, config: Any, run: Callable[[AttentionStep], object]) -> GroupSpec:
-    """Return what a cache for the model must hold.
+def probe_layers(model: Any, config: Any, run: Callable[[AttentionStep], object]) -> dict[int, LayerShape]:
+    """Return what each layer of a model asks of the cache.
 
     The answer comes from the model, not from the names that its configuration happens to use.
 
@@ -54,13 +53,13 @@ def probe_layers(model: Any, config: Any, run: Callable[[AttentionStep], object]
 
     Returns
     -------
-    GroupSpec
-        Layers, KV heads, head dimension and element type.
+    dict of int to LayerShape
+        KV heads, head dimension and window by layer.
 
     Raises
     ------
     UnsupportedError
-        If the layers differ, or some of them do not attend through the AttentionInterface.
+        If some layers do not attend through the AttentionInterface, or hide their window.
     """
     probe = _Probe()
     try:
@@ -70,12 +69,5 @@ def probe_layers(model: Any, config: Any, run: Callable[[AttentionStep], object]
     except Exception as error:
         why = f"does not run on packed tokens through transformers' AttentionInterface: {error}"
         raise UnsupportedError(f"model: {type(model).__name__} {why}") from error
-    check_layers(model, config, probe.sliding_windows)
-    shapes = set(probe.head_shapes.values())
-    if len(shapes) > 1:
-        raise UnsupportedError(
-            f"model: {type(model).__name__} has layers of different (num_kv_heads, head_dim): {sorted(shapes)}"
-        )
-    num_kv_heads, head_dim = shapes.pop()
-    dtype = str(model.dtype).removeprefix("torch.")
-    return GroupSpec(len(probe.head_shapes), num_kv_heads, head_dim, dtype)
+    check_layers(model, config, {layer: shape.sliding_window for layer, shape in probe.layers.items()})
+    return probe.layers

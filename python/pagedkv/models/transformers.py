@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from pagedkv.models.cache_groups import group_layers
 from pagedkv.models.hook import NAME, register_attention
 from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
 from pagedkv.models.probe import probe_layers
@@ -18,6 +19,7 @@ from pagedkv.models.support import check_model, longest_model_len
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pagedkv.config import GroupSpec
     from pagedkv.kv_cache import KVCache
 
 
@@ -35,8 +37,10 @@ class TransformersModel:
 
     Attributes
     ----------
-    group : GroupSpec
-        Layers, KV heads, head dimension and element type that the cache must have.
+    layers : dict of int to LayerShape
+        KV heads, head dimension and window of each layer's cache.
+    dtype : str
+        Element type of the weights, and so of keys and values.
     vocab_size : int
         Logits per sample.
     max_model_len : int or None
@@ -55,8 +59,8 @@ class TransformersModel:
     >>> sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     >>> config = LlamaConfig(vocab_size=32, intermediate_size=64, max_position_embeddings=128, **sizes)
     >>> model = TransformersModel(LlamaForCausalLM(config).eval())
-    >>> model.group.num_layers, model.group.num_kv_heads, model.group.head_dim, model.max_model_len
-    (2, 2, 16, 128)
+    >>> [group.layers for group in model.cache_groups()], model.layers[0].head_dim, model.max_model_len
+    ([[0, 1]], 16, 128)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -72,7 +76,8 @@ class TransformersModel:
         row = torch.zeros(1, dtype=torch.int32, device=self.device)
         # transformers warns of an input that starts with padding.
         token = row + (getattr(config, "pad_token_id", None) == 0)
-        self.group = probe_layers(model, config, lambda step: self._run(token, row, row, step))
+        self.layers = probe_layers(model, config, lambda step: self._run(token, row, row, step))
+        self.dtype = str(model.dtype).removeprefix("torch.")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -81,6 +86,21 @@ class TransformersModel:
         if eos is None:
             eos = getattr(self._model.config, "eos_token_id", None)
         return frozenset([eos] if isinstance(eos, int) else eos or ())
+
+    def cache_groups(self, max_model_len: int | None = None) -> list[GroupSpec]:
+        """Return the cache groups that the model needs: one for each shape and window of its layers.
+
+        Parameters
+        ----------
+        max_model_len : int, optional
+            Longest sequence, by default what the model's positions allow. A window that holds it is none.
+
+        Returns
+        -------
+        list of GroupSpec
+            For `CacheConfig`; one for a model whose layers are alike.
+        """
+        return group_layers(self.layers, self.dtype, max_model_len or self.max_model_len)
 
     def forward(self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Run the tokens of a plan.
