@@ -39,6 +39,12 @@ PKV_DEV T load_as(G<const u8> from) {
   return __ldg(reinterpret_cast<const T*>(from.address));
 }
 
+// Reads what the kernel itself writes elsewhere or later.
+template <class T>
+PKV_DEV T load_written_as(G<u8> from) {
+  return *reinterpret_cast<const T*>(from.address);
+}
+
 template <class T>
 PKV_DEV void store_as(G<u8> to, T value) {
   *reinterpret_cast<T*>(to.address) = value;

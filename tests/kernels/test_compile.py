@@ -17,8 +17,8 @@ WIDTHS = [
     for element, vector in product((1, 2, 4), (1, 2, 4, 8, 16))
     if vector in (element, 8, 16)
 ]
-VARIANTS = {"append_kv": WIDTHS, "copy_blocks": WIDTHS}
-REGISTERS = {"append_kv": 64, "copy_blocks": 64}  # at 64, a multiprocessor holds 1,024 threads
+VARIANTS = {"append_kv": WIDTHS, "copy_blocks": WIDTHS, "move_kv": WIDTHS}
+REGISTERS = {"append_kv": 64, "copy_blocks": 64, "move_kv": 80}  # so that 1,024 or 768 threads fit
 BFLOAT16 = {"PKV_ELEMENT_BYTES": 2, "PKV_VECTOR_BYTES": 16}
 
 

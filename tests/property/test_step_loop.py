@@ -1,7 +1,8 @@
 """Random requests through the whole loop: whatever a sequence reads through its block table is its own history.
 
 The cache holds, in place of keys, the number of the prefix whose last token was written there. After each step every
-sequence of the plan reads its whole row back; each slot must hold the number of that very prefix.
+sequence of the plan reads its whole row back; each slot must hold the number of that very prefix, and what attention
+sees of it, draft trees included, must be the numbers of all prefixes of one text.
 """
 
 import random
@@ -23,15 +24,19 @@ class StepLoop(RuleBasedStateMachine):
         num_blocks=st.integers(3, 12),
         budget=st.integers(1, 16),
         in_flight=st.integers(1, 2),
+        lookahead=st.sampled_from([0, 0, 3, 5]),
     )
-    def start(self, block_size, num_blocks, budget, in_flight):
+    def start(self, block_size, num_blocks, budget, in_flight, lookahead):
         cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=[pagedkv.GroupSpec(1, 1, HEAD_DIM)])
-        scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, max_plans_in_flight=in_flight)
+        scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, max_plans_in_flight=in_flight, lookahead=lookahead)
+        self.lookahead = lookahead
         self.scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
         self.cache = pagedkv.KVCache.from_config(cache_config, scheduler_config, backend="numpy")
         self.prefixes = {}
         self.texts = {}  # (handle, sample) -> tokens, the prompt included
         self.plans = []  # in flight, oldest first: plan, whether it ran, the tokens it sampled
+        self.rows = {}  # (handle, sample) -> row, as the last plan with it told
+        self.drafts = {}  # (handle, sample) -> ids and parents of guesses
         self.aborted = set()
         self.beams = set()
         self.num_requests = 0
@@ -55,6 +60,20 @@ class StepLoop(RuleBasedStateMachine):
             self.beams.add(handle)
         self.texts |= {(handle, sample): [("salt", salt), *prompt] for sample in range(n)}
 
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), tree=st.booleans())
+    def draft(self, data, tree):
+        """Guess for a sequence, if it decodes and no plan in flight is about it."""
+        key = data.draw(st.sampled_from(sorted(self.rows)))
+        ids = data.draw(st.lists(st.integers(0, 1), max_size=self.lookahead))
+        chain = list(range(-1, len(ids) - 1))
+        parents = [data.draw(st.integers(-1, i - 1)) for i in range(len(ids))] if tree else chain
+        try:
+            self.scheduler.set_draft_tokens([self.rows[key]], [0, len(ids)], ids, parents if tree else None)
+        except (pagedkv.exceptions.StateError, pagedkv.exceptions.InvalidArgumentError):
+            return
+        self.drafts[key] = (ids, parents)
+
     @rule(run=st.booleans(), data=st.data())
     def plan(self, run, data):
         try:
@@ -63,8 +82,28 @@ class StepLoop(RuleBasedStateMachine):
             return
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=plan.num_samples, max_size=plan.num_samples))
         self.plans.append([plan, False, tokens])
+        self.leave_rows(plan.preempted + plan.finished + plan.new)
+        self.rows |= dict(zip(self.keys(plan), plan.rows.tolist(), strict=True))
         if run:
             self.run_plans()
+
+    def leave_rows(self, changes):
+        left = {row for row, _, _ in changes}
+        self.rows = {key: row for key, row in self.rows.items() if row not in left}
+
+    @staticmethod
+    def keys(plan):
+        return list(zip(plan.handles.tolist(), plan.sequence.tolist(), strict=True))
+
+    @staticmethod
+    def num_drafts(plan, i):
+        """Return how many guesses sequence i of the plan runs: a sample is drawn after each."""
+        rows = plan.sample_rows[plan.sample_start_loc[i] : plan.sample_start_loc[i + 1]]
+        return len(set(rows.tolist())) - 1 if len(rows) else 0
+
+    @staticmethod
+    def path(parents, node):
+        return [] if node < 0 else [*StepLoop.path(parents, parents[node]), node]
 
     def run_plans(self):
         """Run the plans in flight, in order, as a device would."""
@@ -78,10 +117,21 @@ class StepLoop(RuleBasedStateMachine):
     def write_and_read(self, plan):
         sampled = self.sampled_in_flight(plan)
         k_cache, v_cache = self.cache.layer(0)
-        histories = []
-        for i, key in enumerate(zip(plan.handles.tolist(), plan.sequence.tolist(), strict=True)):
+        histories, paths = [], []
+        for i, key in enumerate(self.keys(plan)):
             text = self.texts[key] + sampled.get(key, [])
-            histories.append([self.number(tuple(text[: end + 2])) for end in range(plan.seq_lens[i])])
+            num_drafts, num_known = self.num_drafts(plan, i), plan.seq_lens[i] - self.num_drafts(plan, i)
+            known = [self.number(tuple(text[: end + 2])) for end in range(num_known)]
+            history = list(known)
+            first = num_known - (plan.query_start_loc[i + 1] - plan.query_start_loc[i] - num_drafts)
+            paths += [known[: end + 1] for end in range(first, num_known)]
+            for node in range(num_drafts):
+                ids, parents = self.drafts[key]
+                path = self.path(parents, node)
+                guesses = [ids[guess] for guess in path]
+                history.append(self.number((*text[: num_known + 1], *guesses)))
+                paths.append(known + [history[num_known + guess] for guess in path])
+            histories.append(history)
         new = [
             number
             for i, history in enumerate(histories)
@@ -89,12 +139,23 @@ class StepLoop(RuleBasedStateMachine):
         ]
         values = np.repeat(np.array(new, np.float32)[:, None, None], HEAD_DIM, axis=2)
         self.cache.append_kv(0, values, values, plan.slot_mapping[0])
+        self.attend(plan, k_cache, v_cache, paths)
         for row, history in zip(plan.rows, histories, strict=True):
             table = self.cache.block_table[0, row]
             positions = np.arange(len(history))
             size = self.cache.block_size
             assert k_cache[table[positions // size], 0, positions % size, 0].tolist() == history
             assert v_cache[table[positions // size], 0, positions % size, -1].tolist() == history
+
+    def attend(self, plan, k_cache, v_cache, paths):
+        """With queries of 0 each token gets the mean of the numbers that it sees."""
+        if plan.num_tokens == 0:
+            return
+        q = np.zeros((plan.num_tokens, 1, HEAD_DIM), np.float32)
+        batch = (self.cache.block_table[0], plan.seq_lens, plan.query_start_loc, plan.rows)
+        masks = {"tree_mask": plan.tree_mask, "tree_mask_start_loc": plan.tree_mask_start_loc}
+        out = pagedkv.paged_attention(q, k_cache, v_cache, *batch, **masks)
+        np.testing.assert_allclose(out[:, 0, 0], [np.mean(path) for path in paths], rtol=1e-5)
 
     def sampled_in_flight(self, until):
         """Tokens that plans in flight before `until` sampled, by (handle, sample)."""
@@ -121,6 +182,9 @@ class StepLoop(RuleBasedStateMachine):
         self.run_plans()
         plan, _, tokens = self.plans.pop(0)
         drawn_for = np.repeat(plan.handles, np.diff(plan.sample_start_loc)).tolist()
+        if any(self.num_drafts(plan, i) for i in range(plan.num_sequences)):
+            self.commit_drafts(plan, tokens, random.Random(seed))
+            return
         if not self.beams.isdisjoint(drawn_for):
             self.commit_beams(plan, tokens, drawn_for, random.Random(seed))
             return
@@ -130,6 +194,32 @@ class StepLoop(RuleBasedStateMachine):
         assert result.num_ignored == len(tokens) - len(kept)
         for key, token in zip(got, kept, strict=True):
             self.texts[key].append(token)
+            self.drafts.pop(key, None)
+
+    def commit_drafts(self, plan, drawn, chance):
+        """Accept some guesses of each sequence."""
+        rows, paths, told = [], [], []
+        for i, key in enumerate(self.keys(plan)):
+            num_drafts = self.num_drafts(plan, i)
+            if num_drafts == 0:
+                own = drawn[plan.sample_start_loc[i] : plan.sample_start_loc[i + 1]]
+                rows += [[token] for token in own]
+                paths += [[] for _ in own]
+                told += [key[0]] * len(own)
+                continue
+            ids, parents = self.drafts[key]
+            path = self.path(parents, chance.randint(-1, num_drafts - 1))
+            rows.append([*(ids[guess] for guess in path), chance.randint(0, 1)])
+            paths.append(path)
+            told.append(key[0])
+        width = max(map(len, rows))
+        padded = [np.array([row + [-1] * (width - len(row)) for row in part]) for part in (rows, paths)]
+        result = self.scheduler.commit(plan, padded[0], accepted=padded[1])
+        kept = [row for handle, row in zip(told, rows, strict=True) if handle not in self.aborted]
+        got = zip(result.handles.tolist(), result.sequence.tolist(), result.num_new_tokens.tolist(), strict=True)
+        for (handle, sample, num_new), row in zip(got, kept, strict=True):
+            self.texts[handle, sample] += row[:num_new]
+            self.drafts.pop((handle, sample), None)
 
     def commit_beams(self, plan, drawn, drawn_for, chance):
         """Let some beams go and others branch; requests that are none get their one token per sample."""
@@ -169,6 +259,8 @@ class StepLoop(RuleBasedStateMachine):
     def rollback(self, index):
         index = min(index, len(self.plans) - 1)
         self.scheduler.rollback(self.plans[index][0])
+        for plan, _, _ in self.plans[index:]:
+            self.leave_rows(plan.new)
         del self.plans[index:]
 
     @precondition(lambda self: self.texts)

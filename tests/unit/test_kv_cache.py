@@ -205,7 +205,27 @@ def test_apply_takes_a_schedulers_plan_when_it_comes_from_one():
     assert torch.equal(got_v, 2 * k)
 
 
-@pytest.mark.parametrize("name", ["slot_moves", "swap_out", "swap_in"])
+def test_apply_moves_slots_before_it_copies_blocks():
+    cache = make_cache(backend="numpy")
+    number_blocks(cache)
+    cache.apply(make_plan(slot_moves=[(0, 4, 9), (0, 9, 13)], copies=[(2, 5)]))
+    assert cache.pool[2, 0, 0, 0, :, 0].tolist() == [2, 1, 2, 2]
+    assert cache.pool[3, 2, 1, 1, :, 7].tolist() == [3, 2, 3, 3]
+    assert cache.pool[5, 0, 0, 0, :, 0].tolist() == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("moves", "message"), [([(1, 0, 1)], "groups below 1, found 1"), ([(0, 24, 1)], "slots below 24, found 24 and 1")]
+)
+def test_apply_names_the_move_and_writes_nothing_when_the_memory_has_no_such_slot(moves, message):
+    cache = make_cache(backend="numpy")
+    number_blocks(cache)
+    with pytest.raises(ValueError, match=rf"plan\.slot_moves: expected {message}"):
+        cache.apply(make_plan(slot_moves=moves, table_updates=[(0, 0, 0, 1)]))
+    assert cache.block_table.sum() == 0
+
+
+@pytest.mark.parametrize("name", ["swap_out", "swap_in"])
 def test_apply_refuses_and_writes_nothing_when_the_plan_asks_for_more(name):
     cache = make_cache(backend="numpy")
     number_blocks(cache)

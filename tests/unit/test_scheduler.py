@@ -368,10 +368,54 @@ def test_scheduler_accepts_some_of_the_drafts_of_each_row():
     assert scheduler.schedule().token_ids.tolist() == [9, 8]
 
 
-def test_scheduler_refuses_draft_trees_by_name():
+def make_tree():
+    """Return a scheduler and a plan that checks 31 and 32, each as the next token, and 33 behind 32."""
     scheduler = make_scheduler(lookahead=3)
-    with pytest.raises(UnsupportedError, match="parents"):
-        scheduler.set_draft_tokens([], [0], [], parents=[])
+    scheduler.add_request("r", PROMPT, max_tokens=9)
+    scheduler.commit(scheduler.schedule(), [30])
+    scheduler.set_draft_tokens([0], [0, 3], [31, 32, 33], parents=[-1, -1, 1])
+    return scheduler, scheduler.schedule()
+
+
+def test_plan_tells_what_each_node_of_a_tree_sees():
+    _, plan = make_tree()
+    last = len(PROMPT)
+    assert plan.positions.tolist() == [last, last + 1, last + 1, last + 2]
+    assert plan.tree_mask_start_loc.tolist() == [0, 32]
+    rows = np.unpackbits(plan.tree_mask.reshape(4, 8), axis=1, bitorder="little")[:, :4]
+    assert rows.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+
+def test_scheduler_accepts_a_path_of_a_tree_and_moves_it_together():
+    scheduler, plan = make_tree()
+    slots = plan.slot_mapping[0]
+    result = scheduler.commit(plan, np.array([[32, 33, 40]]), accepted=np.array([[1, 2, -1]]))
+    assert result.num_new_tokens.tolist() == [3]
+    plan = scheduler.schedule()
+    assert plan.slot_moves.tolist() == [[0, slots[2], slots[1]], [0, slots[3], slots[2]]]
+    assert (plan.token_ids.tolist(), plan.positions.tolist()) == ([40], [len(PROMPT) + 3])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "accepted", "message"),
+    [
+        ([[32, 33, 40]], [[0, 2, -1]], r"accepted: expected a path from the root of the tree"),
+        ([[32, 33, 40]], [[1, 2]], r"accepted: expected rows of 3, as tokens has, found 2"),
+        ([[31, 40]], [[1, -1]], r"tokens: expected tokens of the draft"),
+        ([[31, 40]], None, r"accepted: expected the path through each draft tree of the plan, found none"),
+    ],
+)
+def test_scheduler_names_the_argument_when_a_path_is_refused(tokens, accepted, message):
+    scheduler, plan = make_tree()
+    with pytest.raises(InvalidArgumentError, match=message):
+        scheduler.commit(plan, np.array(tokens), accepted=None if accepted is None else np.array(accepted))
+    assert scheduler.commit(plan, np.array([[40]]), accepted=np.array([[-1]])).num_new_tokens.tolist() == [1]
+
+
+def test_scheduler_refuses_paths_beside_beams_by_name():
+    scheduler, plan = make_tree()
+    with pytest.raises(TypeError, match="parents"):
+        scheduler.commit(plan, np.array([[40]]), parents=[0], accepted=np.array([[-1]]))
 
 
 def test_scheduler_takes_requests_and_aborts_from_other_threads_while_it_steps():

@@ -20,6 +20,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    tree_mask: Any = None,
+    tree_mask_start_loc: Any = None,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -53,6 +55,13 @@ def paged_attention(
     sinks : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
         A further score of each query head, neither scaled nor capped, that takes its share of the weights and has no
         value. It counts in `lse` where a query sees a key.
+    tree_mask : array, uint8, optional
+        For draft trees, `StepPlan.tree_mask`: what queries see of their own step. A sequence with ``n`` queries has
+        either no bytes or ``n`` rows of ``8 * ceil(n / 64)`` bytes; bit ``k`` of row ``i``, counted from the lowest
+        bit of the first byte on, says whether query ``i`` sees the key of query ``k``. Keys before the step are seen
+        as ever. A window counts the seen keys of the step as successive positions.
+    tree_mask_start_loc : array, shape (num_seqs + 1,), int32, optional
+        Where the rows of each sequence start, in bytes; only with `tree_mask`.
     out : array, shape (num_tokens, num_q_heads, head_dim), optional
         Where to write the result. By default an array like `q` is made, by torch or NumPy.
     return_lse : bool
@@ -107,6 +116,8 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=sinks,
+        tree_mask=tree_mask,
+        tree_mask_start_loc=tree_mask_start_loc,
         out=out,
         return_lse=return_lse,
     )

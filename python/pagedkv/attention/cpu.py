@@ -19,6 +19,8 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Any,
+    tree_mask: Any,
+    tree_mask_start_loc: Any,
     out: Any,
     return_lse: bool,
 ) -> Any:
@@ -40,5 +42,7 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=sinks,
+        tree_mask=tree_mask,
+        tree_mask_start_loc=tree_mask_start_loc,
     )
     return (out, lse) if return_lse else out

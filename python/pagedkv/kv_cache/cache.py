@@ -7,7 +7,7 @@ from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
 from pagedkv.kv_cache.groups import CacheGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
-from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv
+from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv
 
 _Found = TypeVar("_Found")
 
@@ -180,14 +180,14 @@ class KVCache:
         self.block_table = make_table(backend, table_shape) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
+        self._views = [view_tensor(self._pool, group) for group in self.groups]
         self._tensors, self._layers = self._view_layers()
 
     def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
         tensors, arrays = {}, {}
-        views = [view_tensor(self._pool, group) for group in self.groups]
         sliceable = [view_array(self.pool, self.groups[0], group) for group in self.groups]
         for layer, (group, slot) in self._places.items():
-            both = views[group].select(1, slot)
+            both = self._views[group].select(1, slot)
             tensors[layer] = (both.select(1, 0), both.select(1, 1))
             array = sliceable[group]
             arrays[layer] = tensors[layer] if array is None else (array[:, slot, 0], array[:, slot, 1])
@@ -302,7 +302,7 @@ class KVCache:
         return list(self._tables)
 
     def apply(self, plan: Any) -> None:
-        """Do what a plan asks of the memory before the model runs: table updates, then copies.
+        """Do what a plan asks of the memory before the model runs: table updates, slot moves, then copies.
 
         Parameters
         ----------
@@ -312,23 +312,37 @@ class KVCache:
         Raises
         ------
         UnsupportedError
-            If the plan has slot moves or swaps; nothing is written then.
+            If the plan has swaps; nothing is written then.
         TypeError, InvalidArgumentError
-            If it is no plan, or names cells or blocks that the memory does not have; nothing is written then.
+            If it is no plan, or names cells, slots or blocks that the memory does not have; nothing is written then.
         """
         if not hasattr(plan, "table_updates"):
             raise TypeError(f"plan: expected a StepPlan, found {type(plan).__name__}")
-        for name in ("slot_moves", "swap_out", "swap_in"):
+        for name in ("swap_out", "swap_in"):
             if len(getattr(plan, name)):
                 raise UnsupportedError(f"plan.{name}: KVCache.apply does not support them yet")
         if len(plan.copies) and not 0 <= plan.copies.min() <= plan.copies.max() < self.num_blocks:
             raise InvalidArgumentError(
                 f"plan.copies: expected blocks below {self.num_blocks}, found {plan.copies.max()}"
             )
+        if len(plan.slot_moves):
+            self._check_moves(plan.slot_moves)
         if len(plan.table_updates):
             _core.update_block_table(self._block_table, plan.table_updates, self.num_blocks)
+        if len(plan.slot_moves):
+            self.move_kv(plan.slot_moves)
         if len(plan.copies):
             copy_blocks(self._pool, plan.copies)
+
+    def _check_moves(self, slot_moves: Any) -> None:
+        for group, source, destination in slot_moves.tolist():
+            if not 0 <= group < len(self.groups):
+                raise InvalidArgumentError(f"plan.slot_moves: expected groups below {len(self.groups)}, found {group}")
+            num_slots = self.num_blocks * self.groups[group].block_size
+            if not (0 <= source < num_slots and 0 <= destination < num_slots):
+                raise InvalidArgumentError(
+                    f"plan.slot_moves: expected slots below {num_slots}, found {source} and {destination}"
+                )
 
     def append_kv(self, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
         """Write keys and values of new tokens into their slots.
@@ -354,6 +368,18 @@ class KVCache:
             Source and destination blocks. A destination comes once and is no source.
         """
         copy_blocks(self._pool, pairs)
+
+    def move_kv(self, slot_moves: Any) -> None:
+        """Move single tokens over all layers of their groups.
+
+        Parameters
+        ----------
+        slot_moves : array, shape (k, 3), int64
+            Cache group, source slot and destination slot. All sources of a group are read before any destination is
+            written; groups share no block.
+        """
+        for number, view in enumerate(self._views):
+            move_kv(view, slot_moves, number)
 
     def gather_kv(self, layer: int, seq_lens: Any, rows: Any = None) -> tuple[Any, Any]:
         """Collect the keys and values of whole sequences.

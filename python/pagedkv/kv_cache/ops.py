@@ -61,6 +61,36 @@ def copy_blocks(pool: Any, pairs: Any) -> None:
     _core.copy_blocks(pool, pairs)
 
 
+def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
+    """Move single tokens over all layers, as the accepted path of a draft tree asks for.
+
+    Parameters
+    ----------
+    pool : array, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        The pool, or a cache group's view of it; modified.
+    slot_moves : array, shape (k, 3), int64
+        Cache group, source slot and destination slot, as `StepPlan.slot_moves` has them; a slot is
+        ``block * block_size + offset``. A destination comes once. All sources are read before any destination is
+        written.
+    group : int
+        The cache group to which the pool belongs; moves of others are passed over.
+
+    Raises
+    ------
+    TypeError, InvalidArgumentError
+        If a slot is outside the pool, or a destination comes twice. Nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pool = np.arange(4, dtype=np.float32).reshape(2, 1, 1, 1, 2, 1).repeat(2, axis=2)
+    >>> move_kv(pool, np.array([[0, 2, 1], [0, 3, 2]]))
+    >>> pool[:, 0, 1, 0, :, 0].ravel().tolist()
+    [0.0, 2.0, 3.0, 3.0]
+    """
+    _core.move_kv(pool, slot_moves, group)
+
+
 def gather_kv(
     k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None, *, out: Any = None
 ) -> tuple[Any, Any]:

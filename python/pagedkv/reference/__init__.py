@@ -4,13 +4,14 @@ Names and arguments are those of the operations. Nothing here is shared with the
 """
 
 from pagedkv.reference.attention import attention_tolerance, paged_attention, paged_attention_same_precision
-from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv
+from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv, move_kv
 
 __all__ = [
     "append_kv",
     "attention_tolerance",
     "copy_blocks",
     "gather_kv",
+    "move_kv",
     "paged_attention",
     "paged_attention_same_precision",
 ]

@@ -25,6 +25,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    tree_mask: Array | None = None,
+    tree_mask_start_loc: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute causal attention of a ragged batch in float64.
@@ -51,6 +53,11 @@ def paged_attention(
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
     sinks : ndarray, shape (num_q_heads,), optional
         A further score of each query head, neither scaled nor capped, with the value 0; not in a row without keys.
+    tree_mask : ndarray, uint8, optional
+        What queries see of their own step, for sequences that have rows there: one row of packed bits per query, lowest
+        bit first, in whole 64-bit words. The seen tokens of the step stand at successive positions.
+    tree_mask_start_loc : ndarray, shape (num_seqs + 1,), optional
+        Where the rows of each sequence start, in bytes.
     return_lse : bool
         Whether to return the logarithm of the sum of exponentials too.
 
@@ -71,7 +78,7 @@ def paged_attention(
     (1.0, 1.098612)
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
-    options = (softmax_scale, sliding_window, soft_cap, sinks)
+    options = (softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, tree_mask_start_loc))
     out, lse = _attention(batch, options, np.float64, lambda weights: weights)
     return (out, lse) if return_lse else out
 
@@ -90,6 +97,8 @@ def paged_attention_same_precision(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    tree_mask: Array | None = None,
+    tree_mask_start_loc: Array | None = None,
 ) -> Array:
     """Compute what a straightforward kernel would: float32 sums, weights rounded to the element type of the cache.
 
@@ -102,7 +111,7 @@ def paged_attention_same_precision(
         As for `paged_attention`.
     dtype : {"float32", "float16", "bfloat16"}
         The element type of the cache.
-    softmax_scale, sliding_window, soft_cap, sinks : float, int or ndarray, optional
+    softmax_scale, sliding_window, soft_cap, sinks, tree_mask, tree_mask_start_loc : float, int or ndarray, optional
         As for `paged_attention`.
 
     Returns
@@ -112,7 +121,7 @@ def paged_attention_same_precision(
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
     bits = _SIGNIFICANT_BITS[dtype]
-    options = (softmax_scale, sliding_window, soft_cap, sinks)
+    options = (softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, tree_mask_start_loc))
     return _attention(batch, options, np.float32, lambda weights: _round(weights, bits))[0]
 
 
@@ -149,7 +158,7 @@ def _attention(
     round_weights: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows = batch
-    softmax_scale, sliding_window, soft_cap, sinks = options
+    softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, mask_starts) = options
     num_tokens, num_q_heads, head_dim = q.shape
     scale = number(1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale)
     out = np.zeros((num_tokens, num_q_heads, head_dim), number)
@@ -161,13 +170,14 @@ def _attention(
         k = np.repeat(k.astype(number), num_q_heads // k.shape[1], axis=1)
         v = np.repeat(v.astype(number), num_q_heads // v.shape[1], axis=1)
         first, last = query_start_loc[sequence], query_start_loc[sequence + 1]
+        rows_of_mask = None if tree_mask is None else tree_mask[mask_starts[sequence] : mask_starts[sequence + 1]]
         for token in range(first, last):
-            position = length - (last - token)
-            start = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            end = max(0, position + 1)
-            if start >= end:
+            seen = _seen(int(length), int(last - first), int(token - first), rows_of_mask)
+            if sliding_window is not None:
+                seen = seen[-sliding_window:]
+            if len(seen) == 0:
                 continue
-            scores = np.einsum("hd,phd->hp", q[token].astype(number), k[start:end]) * scale
+            scores = np.einsum("hd,phd->hp", q[token].astype(number), k[seen]) * scale
             if soft_cap is not None:
                 scores = number(soft_cap) * np.tanh(scores / number(soft_cap))
             if sinks is not None:
@@ -175,10 +185,20 @@ def _attention(
             largest = scores.max(axis=1, keepdims=True)
             weights = np.exp(scores - largest)
             total = weights.sum(axis=1, keepdims=True)
-            weights = weights[:, : end - start]
-            out[token] = np.einsum("hp,phd->hd", round_weights(weights), v[start:end]) / total
+            weights = weights[:, : len(seen)]
+            out[token] = np.einsum("hp,phd->hd", round_weights(weights), v[seen]) / total
             lse[token] = (largest + np.log(total))[:, 0]
     return out, lse
+
+
+def _seen(length: int, num_queries: int, query: int, rows_of_mask: Array | None) -> Array:
+    """Return the keys that a query sees, by their slots, in the order of their positions."""
+    before = length - num_queries
+    if rows_of_mask is None or len(rows_of_mask) == 0:
+        return np.arange(max(0, before + query + 1))
+    row = rows_of_mask.reshape(num_queries, -1)[query]
+    of_step = np.flatnonzero(np.unpackbits(row, bitorder="little")[:num_queries])
+    return np.concatenate([np.arange(before), before + of_step])
 
 
 def _round(values: Array, significant_bits: int) -> Array:

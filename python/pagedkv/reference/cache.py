@@ -56,6 +56,32 @@ def copy_blocks(pool: Array, pairs: Array) -> None:
         pool[destination] = pool[source]
 
 
+def move_kv(pool: Array, slot_moves: Array, group: int = 0) -> None:
+    """Move single tokens over all layers; all sources are read before any destination is written.
+
+    Parameters
+    ----------
+    pool : ndarray, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        The pool; modified.
+    slot_moves : ndarray, shape (k, 3)
+        Cache group, source slot and destination slot.
+    group : int
+        Moves of other groups are passed over.
+
+    Examples
+    --------
+    >>> pool = np.arange(4.0).reshape(2, 1, 1, 1, 2, 1)
+    >>> move_kv(pool, np.array([[0, 2, 1], [0, 3, 2], [1, 0, 3]]))
+    >>> pool.ravel().tolist()
+    [0.0, 2.0, 3.0, 3.0]
+    """
+    block_size = pool.shape[4]
+    moves = [(source, destination) for of, source, destination in slot_moves if of == group]
+    read = [pool[source // block_size, ..., source % block_size, :].copy() for source, _ in moves]
+    for (_, destination), token in zip(moves, read, strict=True):
+        pool[destination // block_size, ..., destination % block_size, :] = token
+
+
 def gather_kv(
     k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, rows: Array | None = None
 ) -> tuple[Array, Array]:

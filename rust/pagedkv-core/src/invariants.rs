@@ -34,6 +34,7 @@ impl KVCacheManager {
         self.nodes_hold_committed_tokens()?;
         self.sequences_follow_their_path()?;
         self.tables_are_as_long_as_needed()?;
+        self.moves_are_awaited_by_idle_sequences()?;
         self.written_blocks_are_the_writers_own()?;
         self.prefixes_outlive_what_continues_them()?;
         self.sessions_hold_what_is_computed()?;
@@ -192,6 +193,19 @@ impl KVCacheManager {
         let own = written.filter(|&(index, _)| std::ptr::eq(&raw const self.sequences[index], sequence));
         let reads = own.map(|(_, written)| (written.start, written.end));
         reads.chain([(sequence.num_scheduled, sequence.num_scheduled)]).collect()
+    }
+
+    /// Law 5: what awaits moves is not computed, is on no path, and is in no plan in flight.
+    fn moves_are_awaited_by_idle_sequences(&self) -> Check {
+        for sequence in self.live() {
+            let Some(from) = sequence.first_moved() else { continue };
+            let is_open = sequence.num_computed == from && sequence.path_len * self.block_size <= from;
+            require(is_open && from < sequence.num_scheduled, 5, || {
+                format!("moves from {from} on, {} tokens computed", sequence.num_computed)
+            })?;
+            require(sequence.is_idle(), 5, || "a sequence in a plan in flight awaits moves".into())?;
+        }
+        Ok(())
     }
 
     /// Law 6: a block that the newest plans write is held by its writer, and besides only by sequences whose path it is on.

@@ -22,7 +22,7 @@
 //! };
 //! // SAFETY: as above.
 //! let block_table = unsafe { View::new(table.as_mut_ptr().cast(), DType::I32, [1, 2], [2, 1]) };
-//! let batch = Batch { block_table, rows: None, seq_lens: &[20], query_start_loc: &[0, 1] };
+//! let batch = Batch { block_table, rows: None, seq_lens: &[20], query_start_loc: &[0, 1], tree_mask: None };
 //! paged_attention(&operands, &batch, &AttentionOptions::default(), 1)?;
 //! assert_eq!(out, [1.0; 8]);
 //! # Ok::<(), pagedkv_cpu::Error>(())
@@ -37,8 +37,8 @@ mod math;
 mod threads;
 mod view;
 
-pub use attention::{AttentionOptions, Batch, Operands, paged_attention};
-pub use cache::{append_kv, copy_blocks, gather_kv, num_gathered_tokens, update_block_table};
+pub use attention::{AttentionOptions, Batch, Operands, TreeMask, paged_attention};
+pub use cache::{append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, update_block_table};
 pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
 pub use error::{Error, Result};
 pub use view::{DType, Integer, View, are_distinct};

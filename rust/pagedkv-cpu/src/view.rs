@@ -84,8 +84,13 @@ impl Integer for i64 {
     const DTYPE: DType = DType::I64;
 }
 
+impl Integer for u8 {
+    const DTYPE: DType = DType::U8;
+}
+
 mod private {
     pub trait Sealed {}
+    impl Sealed for u8 {}
     impl Sealed for i32 {}
     impl Sealed for i64 {}
 }

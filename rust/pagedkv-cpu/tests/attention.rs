@@ -107,6 +107,7 @@ impl World {
             rows: None,
             seq_lens: &self.seq_lens,
             query_start_loc: &self.query_start_loc,
+            tree_mask: None,
         };
         paged_attention(&operands, &batch, options, threads)
     }

@@ -2,7 +2,7 @@
 
 use pagedkv_cpu::{
     AttentionOptions, BLOCK_TABLE, Batch, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, LSE, Operands, POOL,
-    QUERIES, SINKS, VALUES_OUT,
+    QUERIES, SINKS, TreeMask, VALUES_OUT,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -49,6 +49,23 @@ pub(crate) fn copy_blocks(
     let threads = threads(py, num_threads)?;
     let view = pool.view_mut("pool", POOL)?;
     py.detach(|| pagedkv_cpu::copy_blocks(&view, &pairs, threads)).map_err(to_py_err)
+}
+
+/// Moves single tokens over all layers; see `pagedkv_cpu::move_kv`.
+#[pyfunction]
+#[pyo3(signature = (pool, slot_moves, group=0, *, num_threads=None))]
+pub(crate) fn move_kv(
+    py: Python<'_>,
+    pool: &Bound<'_, PyAny>,
+    slot_moves: &Bound<'_, PyAny>,
+    group: i64,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let pool = array("pool", pool)?;
+    let moves: Vec<[i64; 3]> = records("slot_moves", slot_moves)?;
+    let threads = threads(py, num_threads)?;
+    let view = pool.view_mut("pool", POOL)?;
+    py.detach(|| pagedkv_cpu::move_kv(&view, &moves, group, threads)).map_err(to_py_err)
 }
 
 /// Collects whole sequences into contiguous arrays; see `pagedkv_cpu::gather_kv`.
@@ -113,7 +130,8 @@ pub(crate) fn update_block_table(
 /// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
 #[pyfunction]
 #[pyo3(signature = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *, rows=None, lse=None,
-                    softmax_scale=None, sliding_window=None, soft_cap=None, sinks=None, num_threads=None))]
+                    softmax_scale=None, sliding_window=None, soft_cap=None, sinks=None, tree_mask=None,
+                    tree_mask_start_loc=None, num_threads=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn paged_attention(
     py: Python<'_>,
@@ -130,6 +148,8 @@ pub(crate) fn paged_attention(
     sliding_window: Option<usize>,
     soft_cap: Option<f32>,
     sinks: Option<&Bound<'_, PyAny>>,
+    tree_mask: Option<&Bound<'_, PyAny>>,
+    tree_mask_start_loc: Option<&Bound<'_, PyAny>>,
     num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (q, out) = (array("q", q)?, array("out", out)?);
@@ -140,6 +160,9 @@ pub(crate) fn paged_attention(
     let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
     let query_start_loc: Vec<i32> = integers("query_start_loc", query_start_loc)?;
     let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
+    let mask_bits: Option<Vec<u8>> = tree_mask.map(|mask| integers("tree_mask", mask)).transpose()?;
+    let mask_starts = tree_mask_start_loc.map(|starts| integers("tree_mask_start_loc", starts)).transpose()?;
+    let mask_starts: Option<Vec<i32>> = mask_starts;
     let threads = threads(py, num_threads)?;
     let operands = Operands {
         q: q.view("q", QUERIES)?,
@@ -154,6 +177,11 @@ pub(crate) fn paged_attention(
         rows: rows.as_deref(),
         seq_lens: &seq_lens,
         query_start_loc: &query_start_loc,
+        tree_mask: match (&mask_bits, &mask_starts) {
+            (Some(bits), Some(start_loc)) => Some(TreeMask { bits, start_loc }),
+            (None, None) => None,
+            _ => return Err(invalid("tree_mask", "tree_mask and tree_mask_start_loc together", "one of the two")),
+        },
     };
     let options = AttentionOptions { softmax_scale, sliding_window, soft_cap };
     py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads)).map_err(to_py_err)

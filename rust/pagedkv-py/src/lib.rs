@@ -30,7 +30,7 @@ mod _core {
     use crate::config::{CacheConfig, GroupSpec, SchedulerConfig};
     #[pymodule_export]
     use crate::cpu_ops::{
-        append_kv, copy_blocks, default_num_threads, gather_kv, num_gathered_tokens, paged_attention,
+        append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, paged_attention,
         update_block_table,
     };
     #[pymodule_export]

@@ -107,7 +107,8 @@ fields! {
     seq_lens: SeqLens, "Lengths after this step, int32 (S,).";
     sample_rows: SampleRows, "Token from whose output each sample is drawn, int32 (M,).";
     sample_start_loc: SampleStartLoc, "Where each sequence's samples start, int32 (S + 1,).";
-    tree_mask: TreeMask, "Packed bits of draft trees, uint8.";
+    tree_mask: TreeMask, "What tokens of draft trees see of their step, uint8; rows of bits in whole 64-bit words.";
+    tree_mask_start_loc: TreeMaskStartLoc, "Where each sequence's rows of the tree mask start, in bytes, int32 (S + 1,).";
     table_updates: TableUpdates, "Group, row, column, block, int32 (k, 4).";
     copies: Copies, "Source and destination block, int32 (k, 2).";
     swap_in: SwapIn, "Host and device block, int32 (k, 2).";

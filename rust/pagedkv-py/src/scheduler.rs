@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::errors::{internal, invalid, to_py_err, unsupported};
+use crate::errors::{internal, invalid, to_py_err};
 use crate::eviction::retention;
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
@@ -246,8 +246,9 @@ impl Scheduler {
     ///     token. Samples without a token end; further tokens of a parent take the request's lowest free numbers and
     ///     rows. In the result, tokens come in their order, with sequence -1 for those that ended without a seat, then
     ///     the samples that were dropped.
-    /// accepted : optional
-    ///     Draft trees; refused by name.
+    /// accepted : array of int32 or int64, shape (N, k), optional
+    ///     For draft trees, in the shape of `tokens`: the guesses that were accepted, by their numbers in the plan and from
+    ///     the root on, padded with -1.
     ///
     /// Returns
     /// -------
@@ -267,11 +268,22 @@ impl Scheduler {
         parents: Option<&Bound<'_, PyAny>>,
         accepted: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<StepResult> {
-        if accepted.is_some() {
-            return Err(unsupported("accepted: there are no draft trees"));
-        }
         let id = plan.id_for(&self.core)?;
-        let result = if let Some(parents) = parents {
+        let result = if let Some(accepted) = accepted {
+            if let Some(parents) = parents {
+                return Err(wrong_type("parents", "None beside accepted", parents));
+            }
+            let Some((rows, width)) = rows("tokens", tokens)? else {
+                return Err(invalid("tokens", "an array of two dimensions beside accepted", "one dimension"));
+            };
+            let Some((accepted, path_width)) = arrays::rows("accepted", accepted)? else {
+                return Err(invalid("accepted", "an array of two dimensions", "one dimension"));
+            };
+            if path_width != width {
+                return Err(invalid("accepted", &format!("rows of {width}, as tokens has"), &path_width.to_string()));
+            }
+            self.core.with(|core| core.commit_trees(id, &rows, &accepted, width))?
+        } else if let Some(parents) = parents {
             let (tokens, parents) = (ids("tokens", tokens)?, ids("parents", parents)?);
             self.core.with(|core| core.commit_beams(id, &tokens, &parents))?
         } else if let Some((rows, width)) = rows("tokens", tokens)? {
@@ -293,8 +305,9 @@ impl Scheduler {
     ///     The guesses of row i are `ids[start_loc[i]:start_loc[i + 1]]`, at most `lookahead` of them.
     /// ids : array or sequence of int
     ///     Token ids.
-    /// parents : optional
-    ///     Draft trees; refused by name.
+    /// parents : array or sequence of int, optional
+    ///     For trees: the number of the guess of the same row that each continues, which comes before it, or -1 for the
+    ///     last known token. What does not fit is left out with all behind it, so trees are best given level by level.
     #[pyo3(signature = (rows, start_loc, ids, parents=None))]
     fn set_draft_tokens(
         &self,
@@ -303,12 +316,13 @@ impl Scheduler {
         ids: &Bound<'_, PyAny>,
         parents: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        if parents.is_some() {
-            return Err(unsupported("parents: there are no draft trees"));
-        }
         let (rows, start_loc) = (arrays::ids("rows", rows)?, arrays::ids("start_loc", start_loc)?);
         let ids = arrays::ids("ids", ids)?;
-        self.core.with(|core| core.set_draft_tokens(&rows, &start_loc, &ids))?.map_err(to_py_err)
+        let set = match parents.map(|parents| arrays::ids("parents", parents)).transpose()? {
+            Some(parents) => self.core.with(|core| core.set_draft_trees(&rows, &start_loc, &ids, &parents))?,
+            None => self.core.with(|core| core.set_draft_tokens(&rows, &start_loc, &ids))?,
+        };
+        set.map_err(to_py_err)
     }
 
     /// Undo a plan that did not run, or whose results are void, and cancel every plan behind it.

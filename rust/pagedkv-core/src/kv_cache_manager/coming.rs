@@ -146,7 +146,7 @@ impl KVCacheManager {
             sequence.num_drafts = 0;
             let untold = sequence.num_computed.saturating_sub(sequence.tokens.len());
             if untold > 0 {
-                self.reject(index, untold);
+                self.accept(index, untold, 0, None);
             }
         }
     }

@@ -8,6 +8,7 @@
 mod coming;
 mod group_lookup;
 mod matching;
+mod moves;
 mod pins;
 mod plan;
 mod sequence;
@@ -91,6 +92,8 @@ pub struct KVCacheManager {
     caching: bool,
     pub(crate) plans: std::collections::VecDeque<PlanRecord>,
     spare_records: Vec<PlanRecord>,
+    /// Sequences that may await moves.
+    awaiting: Vec<u32>,
     pub(crate) pins: Pins,
     scratch: Vec<i32>,
 }
@@ -117,6 +120,7 @@ impl KVCacheManager {
             caching: config.enable_prefix_caching,
             plans: std::collections::VecDeque::new(),
             spare_records: Vec::new(),
+            awaiting: Vec::new(),
             pins: Pins::new(config.pin_quota_blocks),
             scratch: Vec::new(),
         })
@@ -371,14 +375,17 @@ impl KVCacheManager {
         let child = self.insert(tokens, identity, uses_cache, root);
         self.sequences[child.index as usize].retention = self.sequences[index].retention;
         self.adopt(child.index as usize, index);
-        // A token that was computed before it was told is the parent's alone.
-        let child_index = child.index as usize;
-        let known = self.sequences[child_index].tokens.len();
-        if self.sequences[child_index].num_scheduled > known {
-            self.sequences[child_index].num_computed = known;
-            self.sequences[child_index].tail = Tail::Cut;
-            self.shrink(child_index, known);
+        if let Some(moves) = &self.sequences[index].moves {
+            // What moves will fill is the parent's alone, and so is the block in which they begin.
+            let mut end = moves.from;
+            while let Some(group) = self.groups.iter().find(|group| !end.is_multiple_of(group.block_size)) {
+                end -= end % group.block_size;
+            }
+            self.cut_computed(child.index as usize, end);
         }
+        // A token that was computed before it was told is the parent's alone.
+        let known = self.sequences[child.index as usize].tokens.len();
+        self.cut_computed(child.index as usize, known);
         child
     }
 
@@ -399,14 +406,6 @@ impl KVCacheManager {
         self.pool.prefixes.hold(root);
         self.pool.prefixes.release_root(std::mem::replace(&mut target.root, root));
         self.set_path(index, path);
-    }
-
-    /// Takes back the last `num_tokens` computed tokens of a sequence, which were guesses: nobody else knows of them.
-    pub(crate) fn reject(&mut self, index: usize, num_tokens: u32) {
-        let sequence = &mut self.sequences[index];
-        sequence.num_computed -= num_tokens;
-        let num_computed = sequence.num_computed;
-        self.shrink(index, num_computed);
     }
 
     /// Exchanges the tokens of two sequences; the caller knows that all that is scheduled of either is the same in both.
@@ -484,6 +483,7 @@ impl KVCacheManager {
         self.pool.stamp += 1;
         self.rewind(index, num_tokens / self.block_size);
         let sequence = &mut self.sequences[index];
+        sequence.moves = None;
         let named_by = sequence.in_flight.last().map(|&(plan, _)| plan);
         if let [table] = sequence.tables.as_mut_slice() {
             let keep = num_tokens.div_ceil(self.groups[0].block_size);
@@ -528,6 +528,7 @@ impl KVCacheManager {
             path: root,
             path_len: 0,
             tail: Tail::Own,
+            moves: None,
             uses_cache,
             identity,
             retention: None,

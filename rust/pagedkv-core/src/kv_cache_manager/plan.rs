@@ -66,17 +66,20 @@ pub(crate) struct PlanRecord {
     pub(crate) fills: Vec<BlockId>,
     /// Copies of all growths, in their order.
     pub(crate) copies: Vec<BlockCopy>,
+    /// Group, source slot, destination slot of what it moves first.
+    pub(crate) moves: Vec<[i64; 3]>,
 }
 
 impl PlanRecord {
     fn new(id: PlanId) -> Self {
-        Self { id, growths: Vec::new(), fills: Vec::new(), copies: Vec::new() }
+        Self { id, growths: Vec::new(), fills: Vec::new(), copies: Vec::new(), moves: Vec::new() }
     }
 
     fn clear(&mut self) {
         self.growths.clear();
         self.fills.clear();
         self.copies.clear();
+        self.moves.clear();
     }
 }
 
@@ -263,6 +266,25 @@ impl KVCacheManager {
         self.set_path(index, computed.node);
     }
 
+    /// Lets a sequence grow in the newest plan by tokens that it holds and that the plan moves to their places.
+    pub(super) fn grow_by_moves(&mut self, index: usize, from: u32) {
+        let record = self.plans.back_mut().expect("a plan is open");
+        let sequence = &mut self.sequences[index];
+        let (epoch, tail, after) = (sequence.epoch, sequence.tail, sequence.num_scheduled);
+        sequence.in_flight.push((record.id, after));
+        let growth = Growth {
+            sequence: index as u32,
+            epoch,
+            before: from,
+            start: from,
+            after,
+            num_copies: 0,
+            tail,
+            has_drafts: false,
+        };
+        record.growths.push(growth);
+    }
+
     /// Takes the last tokens that a sequence grew by in the newest plan out of it again. They are not known tokens.
     pub(crate) fn shorten(&mut self, index: usize, num_tokens: u32) {
         let record = self.plans.back_mut().expect("a plan is open");
@@ -283,10 +305,13 @@ impl KVCacheManager {
         if !self.sequences[index].uses_cache {
             return;
         }
+        let sequence = &self.sequences[index];
+        let moved = sequence.moves.as_ref().map_or(u32::MAX, |moves| moves.from);
+        let limit = sequence.num_scheduled.min(sequence.tokens.len()).min(moved);
         loop {
             let sequence = &self.sequences[index];
             let end = (sequence.path_len + 1) * block_size;
-            if end > sequence.num_scheduled || end > sequence.tokens.len() {
+            if end > limit {
                 return;
             }
             let mut key = Vec::new();
@@ -387,6 +412,7 @@ impl KVCacheManager {
             growths: record.growths.split_off(mark.growths),
             fills: record.fills.split_off(mark.fills),
             copies: record.copies.split_off(mark.copies),
+            moves: Vec::new(),
         };
         self.undo(&mut since);
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::moves::Moves;
 use crate::config::Retention;
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NULL_BLOCK, NodeId, PlanId};
@@ -55,6 +56,16 @@ impl Table {
 }
 
 impl Sequence {
+    /// The first position whose keys and values wait for a move, if there is one.
+    pub(crate) fn first_moved(&self) -> Option<u32> {
+        self.moves.as_ref().map(|moves| moves.from)
+    }
+
+    /// Whether no plan in flight names the sequence.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
     /// The length that nothing takes back, short of a truncation: computed by plans that committed, and at least one token
     /// less than is known. Guesses that were computed may yet be rejected, and a session computes its last token again.
     pub(crate) fn committed_len(&self) -> u32 {
@@ -86,6 +97,8 @@ pub(crate) struct Sequence {
     pub(crate) path_len: u32,
     /// What the block that is written next may be besides the sequence's own.
     pub(super) tail: Tail,
+    /// Accepted guesses that the next plan moves to their places.
+    pub(super) moves: Option<Box<Moves>>,
     /// Whether the sequence reads and feeds the prefix cache.
     pub(super) uses_cache: bool,
     pub(super) identity: Arc<Identity>,

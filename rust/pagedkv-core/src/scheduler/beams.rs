@@ -246,6 +246,7 @@ impl Scheduler {
             num_partial_prefills: pass.num_partial_prefills,
         };
         let undo_to = self.manager.mark();
+        pass.is_lagging = !is_ready;
         let mut num_to_come = self.request(slot).num_live;
         for sample in 0..self.request(slot).samples.len() {
             if self.request(slot).samples[sample].finish.is_some() || pass.budget == 0 {
@@ -264,7 +265,7 @@ impl Scheduler {
                 break;
             }
         }
-        pass.kept = 0;
+        (pass.kept, pass.is_lagging) = (0, false);
         pass.claimed = mark.claimed;
         self.claim(pass, slot);
     }

@@ -1,5 +1,6 @@
 //! From a pass to the plan's arrays.
 
+use super::drafts::is_chain;
 use super::pass::{Entry, Pass};
 use super::request::{NONE, Stage};
 use super::{Cell, Departure, InFlight, Scheduler};
@@ -18,6 +19,8 @@ impl Scheduler {
         let (updates, changes) = self.announce(&mut record);
         let mut encoded = Vec::new();
         encode_changes(&changes, &mut encoded);
+        self.manager.place_all_moves();
+        let num_tree_mask_bytes: usize = record.entries.iter().map(Entry::tree_mask_bytes).sum();
         let blocked_on = if record.entries.is_empty() { self.blocking_plan() } else { None };
         let sizes = Header {
             plan_id: record.id.get(),
@@ -28,12 +31,16 @@ impl Scheduler {
             num_groups: self.manager.groups.len() as u32,
             num_table_updates: updates.len() as u32,
             num_copies: copies.len() as u32,
+            num_slot_moves: self.manager.moves().len() as u32,
+            num_tree_mask_bytes: num_tree_mask_bytes as u32,
             num_change_bytes: encoded.len() as u32,
             ..Header::default()
         };
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
         Self::write_sequences(&record.entries, &mut plan);
-        self.write_tokens(&record.entries, &mut plan);
+        self.write_tokens(&record, &mut plan);
+        record.write_tree_mask(&mut plan);
+        plan.i64s_mut(Field::SlotMoves).copy_from_slice(self.manager.moves().as_flattened());
         for (group, out) in plan.i32s_mut(Field::NumCommonPrefixBlocks).iter_mut().enumerate() {
             *out = self.common_prefix(&record.entries, group);
         }
@@ -52,6 +59,9 @@ impl Scheduler {
             let request = self.requests[entry.slot as usize].as_mut().expect("a planned request lives");
             if entry.num_drafts > 0 {
                 let sample = &mut request.samples[entry.sample as usize];
+                entry.first_node = record.nodes.len() as u32;
+                record.nodes.extend(sample.drafts.nodes(entry.num_drafts));
+                entry.is_tree = !is_chain(&record.nodes[entry.first_node as usize..]);
                 sample.num_pending += 1;
                 sample.is_drafting = true;
                 record.samples.extend(std::iter::repeat_n(entry.sample, entry.num_samples as usize));
@@ -149,10 +159,10 @@ impl Scheduler {
         }
     }
 
-    fn write_tokens(&self, entries: &[Entry], plan: &mut StepPlan) {
+    fn write_tokens(&self, record: &InFlight, plan: &mut StepPlan) {
         let num_tokens = plan.sizes().num_tokens as usize;
         let mut at = 0;
-        for entry in entries {
+        for entry in &record.entries {
             let sequence = self.manager.sequence(entry.sequence as usize);
             let len = (entry.end - entry.start) as usize;
             let known = sequence.tokens.len().clamp(entry.start, entry.end);
@@ -163,9 +173,14 @@ impl Scheduler {
             positions.iter_mut().zip(entry.start..).for_each(|(out, position)| *out = position as i32);
             plan.i32s_mut(Field::InputFrom)[at..][..len].fill(-1);
             if entry.num_drafts > 0 {
-                let drafts = &self.request(entry.slot).samples[entry.sample as usize].drafts;
-                let drafts = &drafts[..entry.num_drafts as usize];
-                plan.i32s_mut(Field::TokenIds)[at + len - drafts.len()..at + len].copy_from_slice(drafts);
+                let nodes = record.nodes_of(entry);
+                let ids = &mut plan.i32s_mut(Field::TokenIds)[at + len - nodes.len()..at + len];
+                ids.iter_mut().zip(nodes).for_each(|(id, node)| *id = node.token);
+                if entry.is_tree {
+                    // The known token, and behind it each guess by its depth.
+                    let positions = &mut plan.i32s_mut(Field::Positions)[at..at + len];
+                    (1..).zip(nodes).for_each(|(i, node)| positions[i] = positions[(node.parent + 1) as usize] + 1);
+                }
             } else if known < entry.end {
                 // Only the sample that the previous plan draws is unknown.
                 plan.i32s_mut(Field::InputFrom)[at + len - 1] = entry.drawn_before.1 as i32;

@@ -1,5 +1,6 @@
 //! Ending a plan with the tokens that the model sampled.
 
+use super::drafts::tokens_of;
 use super::pass::Entry;
 use super::request::{FinishReason, Stage};
 use super::{Cell, InFlight, Scheduler};
@@ -74,7 +75,7 @@ impl Scheduler {
         if let Some(negative) = tokens.iter().find(|&&token| token < 0) {
             return invalid("tokens", "token ids of at least 0", negative);
         }
-        Ok(self.commit_rows(plan, tokens, 1))
+        Ok(self.commit_rows(plan, tokens, 1, None))
     }
 
     /// Ends the oldest plan with one row of `width` tokens per sequence that samples (a prompt with n samples has n):
@@ -82,22 +83,36 @@ impl Scheduler {
     ///
     /// # Errors
     /// As [`Self::commit`]; [`Error::InvalidArgument`] also for a row that is empty, or whose tokens but the last are not
-    /// the first ones of the sequence's draft.
+    /// the first ones of the sequence's draft, and for a draft that is a tree.
     pub fn commit_drafts(&mut self, plan: PlanId, rows: &[i32], width: usize) -> Result<StepResult> {
-        self.check_rows(plan, rows, width)?;
-        Ok(self.commit_rows(plan, rows, width))
+        Self::check_rows(self.oldest(plan)?, rows, width, None)?;
+        Ok(self.commit_rows(plan, rows, width, None))
     }
 
-    fn commit_rows(&mut self, plan: PlanId, rows: &[i32], width: usize) -> StepResult {
+    /// As [`Self::commit_drafts`], where drafts are trees: row by row, in the shape of `rows`, `accepted` has the guesses
+    /// that were accepted, by their numbers and from the root on, padded with -1. Where the path lies scattered among
+    /// rejected guesses, the next plan's slot moves bring it together.
+    ///
+    /// # Errors
+    /// As [`Self::commit_drafts`]; [`Error::InvalidArgument`] also for what is no path of the tree.
+    pub fn commit_trees(&mut self, plan: PlanId, rows: &[i32], accepted: &[i32], width: usize) -> Result<StepResult> {
+        Self::check_rows(self.oldest(plan)?, rows, width, Some(accepted))?;
+        Ok(self.commit_rows(plan, rows, width, Some(accepted)))
+    }
+
+    fn commit_rows(&mut self, plan: PlanId, rows: &[i32], width: usize, accepted: Option<&[i32]>) -> StepResult {
         self.drain_inbox();
         self.manager.end_plan(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
-        let mut rows = rows.chunks_exact(width.max(1)).map(tokens_of);
+        let mut rows = rows.chunks_exact(width).map(tokens_of);
+        let mut paths = accepted.map(|accepted| accepted.chunks_exact(width));
         let mut result = StepResult::with_capacity(record.samples.len());
         for entry in &record.entries {
             let rows = rows.by_ref().take(entry.num_rows());
+            let mut paths = paths.as_mut().map(|paths| paths.by_ref().take(entry.num_rows()));
             let Some(request) = self.entry_request(entry) else {
                 result.num_ignored += rows.map(|row| row.len() as u32).sum::<u32>();
+                paths.into_iter().flatten().for_each(drop);
                 continue;
             };
             request.num_in_flight -= 1;
@@ -105,7 +120,8 @@ impl Scheduler {
                 self.part_samples(entry, &mut result);
             }
             for (&sample, tokens) in record.samples[entry.first_sample as usize..].iter().zip(rows) {
-                self.take_tokens(entry, sample as usize, tokens, &mut result);
+                let path = paths.as_mut().and_then(Iterator::next);
+                self.take_tokens(entry, sample as usize, tokens, path, &mut result);
             }
         }
         self.announce_departures();
@@ -134,40 +150,6 @@ impl Scheduler {
         }
     }
 
-    fn check_rows(&self, plan: PlanId, rows: &[i32], width: usize) -> Result<()> {
-        let entries = &self.oldest(plan)?.entries;
-        let num_rows: usize = entries.iter().map(Entry::num_rows).sum();
-        if rows.len() != num_rows * width || width == 0 {
-            let expected = format!("{num_rows} rows, one per sequence that samples, of at least one token");
-            return invalid("tokens", expected, format!("{} tokens in rows of {width}", rows.len()));
-        }
-        let mut rows = rows.chunks_exact(width);
-        for entry in entries {
-            let drafts = self.drafts_of(entry);
-            for row in rows.by_ref().take(entry.num_rows()) {
-                let tokens = tokens_of(row);
-                if tokens.is_empty() || row[tokens.len()..].iter().any(|&padding| padding != -1) {
-                    return invalid("tokens", "at least one token per row, then -1", format!("{row:?}"));
-                }
-                let accepted = &tokens[..tokens.len() - 1];
-                if accepted.len() > entry.num_drafts as usize
-                    || drafts.is_some_and(|drafts| !drafts.starts_with(accepted))
-                {
-                    let expected = format!("tokens of the draft {:?} and one more", drafts.unwrap_or_default());
-                    return invalid("tokens", expected, format!("{tokens:?}"));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The draft that an entry checks, while its request lives.
-    fn drafts_of(&self, entry: &Entry) -> Option<&[i32]> {
-        let request = self.requests[entry.slot as usize].as_ref().filter(|request| request.handle == entry.handle)?;
-        let drafts = &request.samples[entry.sample as usize].drafts;
-        drafts.get(..entry.num_drafts as usize)
-    }
-
     /// The prompt that the samples of a request share is computed: each becomes a sequence of its own.
     pub(super) fn part_samples(&mut self, entry: &Entry, result: &mut StepResult) {
         if self.manager.resident(entry.sequence as usize, entry.epoch).is_none() {
@@ -186,7 +168,14 @@ impl Scheduler {
         }
     }
 
-    fn take_tokens(&mut self, entry: &Entry, sample: usize, tokens: &[i32], result: &mut StepResult) {
+    fn take_tokens(
+        &mut self,
+        entry: &Entry,
+        sample: usize,
+        tokens: &[i32],
+        path: Option<&[i32]>,
+        result: &mut StepResult,
+    ) {
         let ignored = tokens.len() as u32;
         let Some(request) = self.entry_request(entry) else {
             result.num_ignored += ignored;
@@ -199,22 +188,15 @@ impl Scheduler {
             result.num_ignored += ignored;
             return;
         }
+        let (num_taken, reason) = request.tokens_until_the_end(sample, tokens);
+        request.samples[sample].num_outputs += num_taken;
         // A request that was preempted before its first token has no sequences for its later samples yet.
         let index = self.ensure_sequence(entry.slot, sample);
         if entry.num_drafts > 0 && self.manager.resident(index, entry.epoch).is_some() {
-            self.manager.reject(index, entry.num_drafts + 1 - tokens.len() as u32);
+            self.manager.accept(index, entry.num_drafts, num_taken.min(ignored - 1), path);
         }
-        let mut num_taken = 0;
-        let mut reason = None;
-        while reason.is_none() && num_taken < tokens.len() {
-            let token = tokens[num_taken];
-            self.manager.append_token(index, token);
-            num_taken += 1;
-            let request = self.request_mut(entry.slot);
-            request.samples[sample].num_outputs += 1;
-            reason = request.finish_reason(sample, token);
-        }
-        result.num_ignored += ignored - num_taken as u32;
+        tokens[..num_taken as usize].iter().for_each(|&token| self.manager.append_token(index, token));
+        result.num_ignored += ignored - num_taken;
         result.push(entry.handle, sample as i32, num_taken as i32, reason.map_or(0, |reason| reason as i8));
         if let Some(reason) = reason {
             self.end(entry.slot, sample, reason, result);
@@ -235,22 +217,18 @@ impl Scheduler {
     }
 }
 
-/// A row without its padding.
-fn tokens_of(row: &[i32]) -> &[i32] {
-    &row[..row.iter().position(|&token| token < 0).unwrap_or(row.len())]
-}
-
-impl Entry {
-    /// Rows of tokens that the commit has for the entry.
-    fn num_rows(&self) -> usize {
-        if self.num_drafts > 0 { 1 } else { self.num_samples as usize }
-    }
-}
-
 impl super::request::Request {
-    /// Why a sample ends with this token, its last so far, if it does.
-    fn finish_reason(&self, sample: usize, token: i32) -> Option<FinishReason> {
-        self.reason_at(sample, self.samples[sample].num_outputs, token)
+    /// How many of these tokens a sample takes, and why it ends with the last of them, if it does.
+    fn tokens_until_the_end(&self, sample: usize, tokens: &[i32]) -> (u32, Option<FinishReason>) {
+        let num_outputs = self.samples[sample].num_outputs;
+        let mut last = (0, None);
+        for (&token, nth) in tokens.iter().zip(1..) {
+            last = (nth, self.reason_at(sample, num_outputs + nth, token));
+            if last.1.is_some() {
+                break;
+            }
+        }
+        last
     }
 
     /// Why a sample would end with this token as its next, if it would.
@@ -271,6 +249,7 @@ impl InFlight {
     pub(super) fn clear(&mut self) {
         self.entries.clear();
         self.samples.clear();
+        self.nodes.clear();
         self.cells.clear();
         self.announced = super::Announcements::default();
     }

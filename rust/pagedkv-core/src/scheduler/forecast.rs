@@ -128,7 +128,9 @@ impl Scheduler {
     fn forecast_growth(&self, slot: u32, sample: usize, forecast: &mut Forecast) -> Result<u32, Reason> {
         let request = self.request(slot);
         let in_flight = Reason::InFlight { plan: request.last_plan };
-        let want = self.want(slot, sample, self.plans.back().map(|record| record.id)).ok_or(in_flight)?;
+        let is_lagging = self.waits_for_others(self.request(slot));
+        let previous = self.plans.back().map(|record| record.id);
+        let want = self.want(slot, sample, previous, is_lagging).ok_or(in_flight)?;
         let no_tokens = Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: forecast.budget };
         if forecast.budget == 0 {
             return Err(no_tokens);

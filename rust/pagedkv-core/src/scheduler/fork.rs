@@ -39,6 +39,10 @@ impl Scheduler {
         // Before the samples part, one sequence has the blocks of all.
         let holder = if parent.stage == Stage::Prompt { parent.leader() } else { number };
         let (source, identity) = (parent.samples[holder].sequence, parent.identity.clone());
+        if source != NONE && !self.manager.sequence(source as usize).is_idle() {
+            // A plan in flight moves its accepted guesses, even if it does not run it.
+            return Err(Error::RequestInFlight(handle));
+        }
         let mut request =
             NewRequest { identity: (*identity).clone(), use_prefix_cache: parent.use_prefix_cache, ..request };
         let mut tokens = self.tokens_of(slot, number);

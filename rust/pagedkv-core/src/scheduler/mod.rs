@@ -45,6 +45,7 @@ use crate::invariants::BrokenLaw;
 use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager, PinId};
 use crate::step_plan::{BufferPool, Change};
 pub use commit::{FinishedRequest, Fork, StepResult};
+use drafts::Node;
 pub use explain::{Explanation, Reason};
 use inbox::Command;
 pub use inbox::Inbox;
@@ -93,6 +94,8 @@ struct InFlight {
     entries: Vec<Entry>,
     /// The sample number of each sample drawn.
     samples: Vec<u32>,
+    /// The guesses that entries run.
+    nodes: Vec<Node>,
     announced: Announcements,
     /// Cells that the plan's table updates named, those of new rows apart.
     cells: Vec<Cell>,

@@ -1,7 +1,7 @@
 //! One pass over the running requests: each grows by what the token budget and the pool allow.
 
 use super::policy::Order;
-use super::request::Stage;
+use super::request::{NONE, Stage};
 use super::{Cell, InFlight, Scheduler};
 use crate::config::Policy;
 use crate::error::{Error, Result, invalid};
@@ -28,8 +28,10 @@ pub(super) struct Entry {
     pub(super) drawn_before: (PlanId, u32),
     /// Tokens that came from the cache before `start`.
     pub(super) num_hit_tokens: u32,
-    /// Guesses among the positions that run; the last ones.
+    /// Guesses among the positions that run; the last ones. Which, and whether they are no chain.
     pub(super) num_drafts: u32,
+    pub(super) first_node: u32,
+    pub(super) is_tree: bool,
     /// Whether the plan gave the request its seats.
     pub(super) is_admission: bool,
     /// Whether the prompt is complete and the samples fork when the plan commits.
@@ -43,6 +45,8 @@ pub(super) struct Pass {
     pub(super) budget: u32,
     /// Tokens of the budget that guesses leave to others.
     pub(super) kept: u32,
+    /// Whether samples of the gang that grows compute what they lost: then nobody draws.
+    pub(super) is_lagging: bool,
     pub(super) copies: Vec<[i32; 2]>,
     /// Blocks that requests which wait for a fence count on.
     pub(super) reserved: u32,
@@ -85,6 +89,7 @@ impl Scheduler {
             record,
             budget: self.limits.max_num_batched_tokens,
             kept: 0,
+            is_lagging: false,
             copies: Vec::new(),
             reserved: 0,
             claimed: 0,
@@ -134,6 +139,9 @@ impl Scheduler {
         let mut at = 0;
         while at < self.running.len() && pass.budget > 0 {
             let slot = self.running[at];
+            if self.manager.has_moves() && !self.request(slot).is_held {
+                self.place_moves(slot);
+            }
             let request = self.request(slot);
             if !(request.is_held || request.needs_commit && request.num_in_flight > 0) {
                 match request.stage {
@@ -155,6 +163,15 @@ impl Scheduler {
         }
     }
 
+    /// Puts the moves that samples of a running request await into the plan. From here on it is nobody's victim in this
+    /// pass, so that its blocks are not fenced by the very plan for which they are taken.
+    fn place_moves(&mut self, slot: u32) {
+        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        for sample in request.samples.iter().filter(|sample| sample.sequence != NONE) {
+            self.manager.place_moves(sample.sequence as usize);
+        }
+    }
+
     fn grow_samples(&mut self, pass: &mut Pass, slot: u32) {
         for sample in 0..self.request(slot).samples.len() {
             if self.request(slot).samples[sample].finish.is_none() && pass.budget > 0 {
@@ -165,7 +182,7 @@ impl Scheduler {
 
     /// Grows one sample of a running request, if it has tokens to compute and room is found. Answers whether it did.
     pub(super) fn grow(&mut self, pass: &mut Pass, slot: u32, sample: usize) -> bool {
-        let Some(want) = self.want(slot, sample, pass.previous) else {
+        let Some(want) = self.want(slot, sample, pass.previous, pass.is_lagging) else {
             return false;
         };
         let index = self.request(slot).samples[sample].sequence as usize;
@@ -224,7 +241,7 @@ impl Scheduler {
     }
 
     /// How far a sample's sequence can be computed now, or `None` if it waits for a commit or has nothing to compute.
-    pub(super) fn want(&self, slot: u32, sample: usize, previous: Option<PlanId>) -> Option<Want> {
+    pub(super) fn want(&self, slot: u32, sample: usize, previous: Option<PlanId>, is_lagging: bool) -> Option<Want> {
         let request = self.request(slot);
         let sample = &request.samples[sample];
         let sequence = self.manager.sequence(sample.sequence as usize);
@@ -238,13 +255,13 @@ impl Scheduler {
             // The last token that a sample may have needs no slot.
             let last = sample.most_computed();
             let coming = if Some(sample.drawn.0) == previous { sample.num_pending } else { 0 };
-            let end = if self.waits_for_others(request) { len - 1 } else { len + coming };
+            let end = if is_lagging { len - 1 } else { len + coming };
             (end.min(last), end.min(len).min(last))
         };
         // Guesses run right behind the last token that is known, and no more of them than can still be accepted.
         let can_draft = !sample.drafts.is_empty() && target == len && sequence.num_scheduled + 1 == len;
         let most = (sample.max_tokens - 1).saturating_sub(sample.num_outputs);
-        let num_drafts = if can_draft { most.min(sample.drafts.len() as u32) } else { 0 };
+        let num_drafts = if can_draft { sample.drafts.num_within(most) } else { 0 };
         (target > sequence.num_scheduled).then_some(Want { target, known, num_drafts })
     }
 
@@ -338,6 +355,8 @@ impl Scheduler {
             drawn_before: request.samples[sample].drawn,
             num_hit_tokens: hits.num_tokens(),
             num_drafts: want.num_drafts,
+            first_node: 0,
+            is_tree: false,
             is_admission: false,
             completes_prompt,
         });
@@ -350,6 +369,7 @@ impl InFlight {
             id: PlanId::new(0),
             entries: Vec::new(),
             samples: Vec::new(),
+            nodes: Vec::new(),
             announced: super::Announcements::default(),
             cells: Vec::new(),
         }

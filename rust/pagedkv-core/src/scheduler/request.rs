@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::drafts::Drafts;
 use super::policy::{Order, RequestView};
 use super::room::blocks_at_the_longest;
 use crate::cache_layout::TableSpec;
@@ -203,7 +204,7 @@ pub(super) struct Sample {
     /// It has ended and a session keeps it.
     pub(super) is_kept: bool,
     /// Guesses for its next tokens, for the next plan that has room for them.
-    pub(super) drafts: Vec<i32>,
+    pub(super) drafts: Drafts,
     /// A plan in flight checks guesses: only its commit tells which tokens there are.
     pub(super) is_drafting: bool,
 }
@@ -272,7 +273,7 @@ impl Request {
             drawn: (PlanId::new(0), 0),
             finish: None,
             is_kept: false,
-            drafts: Vec::new(),
+            drafts: Drafts::default(),
             is_drafting: false,
         };
         Self {

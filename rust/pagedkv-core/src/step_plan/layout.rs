@@ -83,8 +83,12 @@ pub enum Field {
     SampleRows,
     /// `(S + 1)`: where each sequence's samples start.
     SampleStartLoc,
+    /// `(S + 1)`: where each sequence's rows of the tree mask start, in bytes; sequences without a draft tree have none.
+    TreeMaskStartLoc,
     /// `(G)`: blocks that every sequence of the plan shares.
     NumCommonPrefixBlocks,
+    /// Packed bits of draft trees; see [`super::StepPlan::tree_mask_row_bytes`].
+    TreeMask,
     /// `(k, 3)`: group, source slot, destination slot.
     SlotMoves,
     /// `(k)`: transfers of `SwapIn`.
@@ -99,15 +103,13 @@ pub enum Field {
     SwapIn,
     /// `(k, 2)`: device and host block.
     SwapOut,
-    /// Packed bits of draft trees.
-    TreeMask,
     /// The encoded lists of new, preempted and finished sequences.
     Changes,
 }
 
 impl Field {
     /// Every array, in the order of the buffer.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Handles,
         Self::SlotMapping,
         Self::Sequence,
@@ -119,7 +121,9 @@ impl Field {
         Self::SeqLens,
         Self::SampleRows,
         Self::SampleStartLoc,
+        Self::TreeMaskStartLoc,
         Self::NumCommonPrefixBlocks,
+        Self::TreeMask,
         Self::SlotMoves,
         Self::SwapInIds,
         Self::SwapOutIds,
@@ -127,7 +131,6 @@ impl Field {
         Self::Copies,
         Self::SwapIn,
         Self::SwapOut,
-        Self::TreeMask,
         Self::Changes,
     ];
 
@@ -149,7 +152,7 @@ impl Field {
             Self::Handles | Self::Sequence | Self::Rows | Self::SeqLens => (s, None),
             Self::SlotMapping => (sizes.num_groups as usize, Some(t)),
             Self::TokenIds | Self::Positions | Self::InputFrom => (t, None),
-            Self::QueryStartLoc | Self::SampleStartLoc => (s + 1, None),
+            Self::QueryStartLoc | Self::SampleStartLoc | Self::TreeMaskStartLoc => (s + 1, None),
             Self::SampleRows => (m, None),
             Self::NumCommonPrefixBlocks => (sizes.num_groups as usize, None),
             Self::SlotMoves => (sizes.num_slot_moves as usize, Some(3)),

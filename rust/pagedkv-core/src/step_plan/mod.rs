@@ -128,7 +128,17 @@ impl StepPlan {
         padded.i32s_mut(Field::InputFrom)[own_tokens..].fill(-1);
         padded.i32s_mut(Field::QueryStartLoc)[own.num_sequences as usize..].fill(own.num_tokens as i32);
         padded.i32s_mut(Field::SampleStartLoc)[own.num_sequences as usize..].fill(own.num_samples as i32);
+        let mask_end = own.num_tree_mask_bytes as i32;
+        padded.i32s_mut(Field::TreeMaskStartLoc)[own.num_sequences as usize..].fill(mask_end);
         Ok(padded)
+    }
+
+    /// Bytes of a row of the tree mask, for a sequence that runs so many tokens: its bits in whole 64-bit words.
+    ///
+    /// A sequence with a draft tree has one row for each of its tokens. Bit `k` of a row, counted from the lowest bit of
+    /// its first byte on, tells whether the token sees the `k`-th token of the same sequence in this step.
+    pub const fn tree_mask_row_bytes(num_tokens: usize) -> usize {
+        num_tokens.div_ceil(64) * 8
     }
 
     /// Number of the plan.

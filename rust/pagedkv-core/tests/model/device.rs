@@ -12,9 +12,22 @@ use super::memory::{Groups, History, Memory, Place};
 pub(crate) struct Expected {
     pub(crate) request_id: String,
     pub(crate) sample: u32,
+    /// What lies in each of its slots, in order: tokens by position, and behind them guesses.
     pub(crate) tokens: Vec<i32>,
     /// Of `tokens`.
     pub(crate) histories: Vec<History>,
+    /// Of the step's tokens, the slots that each guess sees besides the known ones, itself last; empty without guesses.
+    pub(crate) paths: Vec<Vec<usize>>,
+    /// Whether the guesses are no chain.
+    pub(crate) is_tree: bool,
+}
+
+impl Expected {
+    /// The position of the token in a slot: guesses stand as far behind the last known token as they continue it.
+    pub(crate) fn stands_at(&self, slot: usize) -> usize {
+        let num_known = self.tokens.len() - self.paths.len();
+        slot.checked_sub(num_known).map_or(slot, |guess| num_known - 1 + self.paths[guess].len())
+    }
 }
 
 #[derive(Debug)]
@@ -47,12 +60,20 @@ impl Device {
         self.update_seats(plan);
         self.update_table(plan);
         let copies: Vec<_> = plan.i32s(Field::Copies).chunks(2).map(|c| (c[0] as usize, c[1] as usize)).collect();
+        let moves = plan.i64s(Field::SlotMoves).chunks(3).map(|slots| {
+            let group = slots[0] as usize;
+            let size = self.groups[group].block_size;
+            let place = |slot: i64| Place { group, block: slot as usize / size, offset: slot as usize % size };
+            (place(slots[1]), place(slots[2]))
+        });
+        let moves: Vec<_> = moves.collect();
         let starts = plan.i32s(Field::QueryStartLoc);
         let mut writes = Vec::new();
         let num_tokens = plan.sizes().num_tokens as usize;
         for (s, sequence) in sequences.iter().enumerate() {
-            for t in starts[s] as usize..starts[s + 1] as usize {
-                let position = plan.i32s(Field::Positions)[t] as usize;
+            let first = (plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s])) as usize;
+            for (t, position) in (starts[s] as usize..starts[s + 1] as usize).zip(first..) {
+                assert_eq!(plan.i32s(Field::Positions)[t] as usize, sequence.stands_at(position), "{sequence:?}");
                 let from = plan.i32s(Field::InputFrom)[t];
                 let token =
                     if from < 0 { plan.i32s(Field::TokenIds)[t] } else { sampled[usize::try_from(from).unwrap()] };
@@ -66,6 +87,7 @@ impl Device {
                 }
             }
         }
+        self.memory.move_slots(&moves);
         self.memory.run(&copies, &writes);
         for (s, expected) in sequences.iter().enumerate() {
             let seat = (expected.request_id.clone(), expected.sample);
@@ -80,8 +102,29 @@ impl Device {
                     assert!(own, "another's token lies at {position} in group {number} of {expected:?}");
                 }
             }
+            Self::check_mask(plan, s, expected);
         }
         self.check_common_prefix(plan);
+    }
+
+    /// A token of a draft tree sees of its own step what it continues; without a tree there is no mask.
+    fn check_mask(plan: &StepPlan, s: usize, expected: &Expected) {
+        let starts = plan.i32s(Field::TreeMaskStartLoc);
+        let mask = &plan.bytes(Field::TreeMask)[starts[s] as usize..starts[s + 1] as usize];
+        if !expected.is_tree {
+            assert!(mask.is_empty(), "{expected:?} has a mask");
+            return;
+        }
+        let num_tokens = expected.paths.len() + 1;
+        let row_len = mask.len() / num_tokens;
+        assert!(mask.len() == row_len * num_tokens && row_len.is_multiple_of(8), "{} bytes", mask.len());
+        let first = expected.tokens.len() - num_tokens;
+        for (row, bits) in mask.chunks(row_len).enumerate() {
+            let seen: Vec<usize> = (0..row_len * 8).filter(|bit| bits[bit / 8] >> (bit % 8) & 1 == 1).collect();
+            let own = row.checked_sub(1).map_or(&[][..], |guess| &expected.paths[guess]);
+            let own = own.iter().map(|slot| slot - first);
+            assert!(seen.into_iter().eq([0].into_iter().chain(own)), "what token {row} of {expected:?} sees");
+        }
     }
 
     /// A plan that ran was rolled back: whom it seated sits nowhere until a later plan says so again.

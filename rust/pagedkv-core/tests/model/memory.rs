@@ -188,6 +188,18 @@ impl Memory {
         }
     }
 
+    /// What a device does first: all sources are read before any destination is written.
+    pub(crate) fn move_slots(&mut self, moves: &[(Place, Place)]) {
+        let read: Vec<_> = moves.iter().map(|&(source, _)| self.read(source)).collect();
+        for (i, (&(_, target), read)) in moves.iter().zip(read).enumerate() {
+            let once = moves[i + 1..].iter().all(|&(_, other)| other != target);
+            assert!(once && target.block > 0, "{target:?} is moved to twice, or is none");
+            let (group, slots) = &mut self.blocks[target.block];
+            assert_eq!(*group, target.group, "{target:?} is in a block of another group");
+            slots[target.offset] = read;
+        }
+    }
+
     /// What a kernel of the place's group reads there.
     pub(crate) fn read(&self, place: Place) -> Option<History> {
         let (group, slots) = &self.blocks[place.block];

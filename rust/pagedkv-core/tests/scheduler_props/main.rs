@@ -32,7 +32,7 @@ fn run_worlds(seed: u64, num_worlds: usize) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 18] = [
+const WORTH_MEETING: [&str; 20] = [
     "tokens",
     "hit tokens",
     "copies",
@@ -49,12 +49,16 @@ const WORTH_MEETING: [&str; 18] = [
     "admissions",
     "accepted drafts",
     "rejected drafts",
+    "trees",
+    "moves",
     "branches",
     "dropped beams",
 ];
 
 fn check_volume(seed: u64) {
-    run_worlds(seed, 2000).assert_met(&WORTH_MEETING, 100);
+    let events = run_worlds(seed, 2000);
+    events.assert_met(&WORTH_MEETING, 100);
+    events.assert_met(&["undone moves"], 10);
 }
 
 #[test]

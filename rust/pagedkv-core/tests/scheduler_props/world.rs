@@ -56,9 +56,9 @@ impl Command {
     pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
         match kind % 100 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
-            16..45 => Self::Schedule { tokens: a },
-            45..52 => Self::RunPlan,
-            52..58 => Self::Draft { request: a, sample: b, tokens: c },
+            16..47 => Self::Schedule { tokens: a },
+            47..54 => Self::RunPlan,
+            54..58 => Self::Draft { request: a, sample: b, tokens: c },
             58..87 => Self::Commit { outcome: a },
             87..92 => Self::Rollback { plan: a },
             92..94 => Self::Abort { request: a, sample: b },
@@ -97,7 +97,8 @@ impl World {
         let policy = if below(2) == 0 { Policy::Fcfs } else { policy[below(3)] };
         let cuts_chunks = below(4) == 0;
         let watermark = if below(4) == 0 { 0.3 } else { 0.0 };
-        let usable_blocks = (8 - below(8) * below(2)).max(2);
+        let lookahead = [0, 0, 0, 2, 3, 4, 5, 6][below(8)];
+        let usable_blocks = (8 - below(8) * below(2)).max(2) + lookahead;
         let mut limits = Limits {
             policy,
             cuts_chunks,
@@ -109,7 +110,7 @@ impl World {
             max_num_seqs: 1 + below(4),
             max_model_len: MAX_MODEL_LEN,
             max_plans_in_flight: 1 + below(3),
-            lookahead: [0, 0, 0, 0, 1, 2, 3, 4][below(8)],
+            lookahead,
         };
         let enable_prefix_caching = below(4) > 0;
         let mut config = SchedulerConfig {
@@ -224,6 +225,11 @@ impl World {
             return self.commit(tokens);
         }
         self.model.drain_aborts();
+        if self.model.limits.lookahead > 0 && tokens % 2 == 1 {
+            for (at, (handle, sample)) in (0..).zip(self.model.decoding()) {
+                self.draft_for(handle, sample, tokens.wrapping_add(at));
+            }
+        }
         self.model.before_schedule(&self.scheduler);
         let plan = self.scheduler.schedule().expect("fewer plans in flight than allowed");
         let mut random = Random::new(u64::from(tokens));
@@ -232,31 +238,44 @@ impl World {
     }
 
     fn draft(&mut self, number: u8, sample: u8, tokens: u8) {
-        let Some(handle) = self.handle(number) else {
-            return self.schedule(tokens);
-        };
+        match self.handle(number) {
+            Some(handle) => self.draft_for(handle, usize::from(sample), tokens),
+            None => self.schedule(tokens),
+        }
+    }
+
+    fn draft_for(&mut self, handle: Handle, sample: usize, tokens: u8) {
         // A refused call takes up the inbox all the same.
         self.model.drain_aborts();
         self.scheduler.for_each_waiting(|_| ());
         let mut random = Random::new(u64::from(tokens));
         let lookahead = self.model.limits.lookahead;
         let ids: Vec<i32> =
-            (0..random.below(lookahead + 2)).map(|_| [0, 0, 0, 1, 0, 0, 2, 3][random.below(8)]).collect();
+            (0..=random.below(lookahead + 1)).map(|_| [0, 0, 0, 1, 0, 0, 2, 3][random.below(8)]).collect();
         let start_loc = [0, ids.len() as i32];
-        let call = |scheduler: &mut Scheduler, row| scheduler.set_draft_tokens(&[row], &start_loc, &ids);
+        let is_tree = random.below(2) == 0;
+        let parent = |i: usize| if is_tree { random.below(i + 1) as i32 - 1 } else { i as i32 - 1 };
+        let parents: Vec<i32> = (0..ids.len()).map(parent).collect();
+        let call = |scheduler: &mut Scheduler, row| {
+            if is_tree {
+                scheduler.set_draft_trees(&[row], &start_loc, &ids, &parents)
+            } else {
+                scheduler.set_draft_tokens(&[row], &start_loc, &ids)
+            }
+        };
         let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
         if ids.len() > lookahead {
             return self.refused(|scheduler| call(scheduler, 0), invalid("start_loc"));
         }
-        match self.model.row(handle, usize::from(sample)) {
-            None => self.schedule(tokens),
+        match self.model.row(handle, sample) {
+            None => (),
             Some((row, _)) if self.model.is_in_flight(handle) => {
                 self.refused(|scheduler| call(scheduler, row), |error| matches!(error, Error::SequenceInFlight(_)));
             }
             Some((row, false)) => self.refused(|scheduler| call(scheduler, row), invalid("rows")),
             Some((row, true)) => {
                 call(&mut self.scheduler, row).expect("a row on which a sequence decodes");
-                self.model.set_drafts(row, &ids);
+                self.model.set_drafts(row, &ids, &parents);
             }
         }
     }
@@ -275,7 +294,8 @@ impl World {
     fn end(scheduler: &mut Scheduler, plan: PlanId, outcome: &Outcome) -> pagedkv_core::Result<StepResult> {
         match outcome {
             Outcome::Tokens(tokens) => scheduler.commit(plan, tokens),
-            Outcome::Rows { rows, width } => scheduler.commit_drafts(plan, rows, *width),
+            Outcome::Rows { rows, width, has_trees: false, .. } => scheduler.commit_drafts(plan, rows, *width),
+            Outcome::Rows { rows, accepted, width, .. } => scheduler.commit_trees(plan, rows, accepted, *width),
             Outcome::Beams { tokens, parents } => scheduler.commit_beams(plan, tokens, parents),
         }
     }
@@ -351,7 +371,7 @@ impl World {
                 let mut outcome = self.model.outcome(u64::from(target));
                 match &mut outcome {
                     Outcome::Tokens(tokens) | Outcome::Beams { tokens, .. } => tokens.push(0),
-                    Outcome::Rows { rows, width } => rows.extend(vec![0; *width]),
+                    Outcome::Rows { rows, width, .. } => rows.extend(vec![0; *width]),
                 }
                 let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "tokens", .. });
                 self.refused(|scheduler| Self::end(scheduler, plans[0], &outcome), is_expected);

@@ -17,6 +17,55 @@ pub struct Batch<'a> {
     pub seq_lens: &'a [i32],
     /// Where each sequence's queries start, one more entry than sequences.
     pub query_start_loc: &'a [i32],
+    /// What queries of draft trees see of their own step.
+    pub tree_mask: Option<TreeMask<'a>>,
+}
+
+/// Packed bits that say which of their step's tokens the queries of some sequences see.
+///
+/// A sequence of `n` queries has either no bytes or `n` rows of as many whole 64-bit words as `n` bits take. Bit `k` of
+/// row `i`, counted from the lowest bit of the first byte on, says whether query `i` sees the key of query `k`; the keys
+/// before the step it sees as ever. Seen keys of the step stand at successive positions, itself at the last one.
+#[derive(Clone, Copy, Debug)]
+pub struct TreeMask<'a> {
+    /// The rows of all sequences.
+    pub bits: &'a [u8],
+    /// Where those of each sequence start, in bytes, one more entry than sequences.
+    pub start_loc: &'a [i32],
+}
+
+impl<'a> TreeMask<'a> {
+    /// The rows of a sequence with `num_queries`; none for one that is causal.
+    pub(crate) fn rows(&self, sequence: usize, num_queries: usize) -> Result<&'a [u8]> {
+        let bounds = [self.start_loc[sequence], self.start_loc[sequence + 1]];
+        let expected = num_queries * Self::row_bytes(num_queries);
+        let rows = usize::try_from(bounds[0])
+            .ok()
+            .zip(usize::try_from(bounds[1]).ok())
+            .and_then(|(start, end)| self.bits.get(start..end))
+            .filter(|rows| rows.is_empty() || rows.len() == expected);
+        rows.ok_or_else(|| Error::Element {
+            argument: "tree_mask_start_loc",
+            index: (sequence + 1).to_string(),
+            expected: format!("{} or {expected} more, within tree_mask", bounds[0]),
+            found: i64::from(bounds[1]),
+        })
+    }
+
+    pub(crate) const fn row_bytes(num_queries: usize) -> usize {
+        num_queries.div_ceil(64) * 8
+    }
+
+    pub(crate) fn check(&self, num_seqs: usize) -> Result<()> {
+        if self.start_loc.len() == num_seqs + 1 {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            argument: "tree_mask_start_loc",
+            expected: format!("(num_seqs + 1={},)", num_seqs + 1),
+            found: format!("({},)", self.start_loc.len()),
+        })
+    }
 }
 
 impl Batch<'_> {

@@ -116,17 +116,14 @@ impl<'a> Kernel<'a> {
         load_rows(&self.operands.v_cache, sequence, block_size, tile.kv_head, keys, v);
         let mut scores = [0_f32; KEYS_PER_TILE];
         for (r, q) in q.chunks_exact(cut.head_dim).enumerate() {
-            let seen = sequence.visible(tile.queries.start + r / cut.group);
-            let seen = seen.start.max(keys.start)..seen.end.min(keys.end);
-            if seen.is_empty() {
-                continue;
-            }
-            let scores = &mut scores[..seen.len()];
-            let first = (seen.start - keys.start) * cut.head_dim;
-            let elements = first..first + seen.len() * cut.head_dim;
-            math::dot_rows(q, &k[elements.clone()], scores);
-            self.cap(scores);
-            state.absorb(r, scores, &v[elements]);
+            sequence.for_each_run(tile.queries.start + r / cut.group, keys, |seen| {
+                let scores = &mut scores[..seen.len()];
+                let first = (seen.start - keys.start) * cut.head_dim;
+                let elements = first..first + seen.len() * cut.head_dim;
+                math::dot_rows(q, &k[elements.clone()], scores);
+                self.cap(scores);
+                state.absorb(r, scores, &v[elements]);
+            });
         }
     }
 

@@ -11,7 +11,7 @@ mod kernel;
 mod merge;
 mod plan;
 
-pub use batch::Batch;
+pub use batch::{Batch, TreeMask};
 pub(crate) use batch::{BlockTable, check_seq_lens};
 
 use std::sync::OnceLock;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::batch::{Batch, BlockTable, check_seq_lens};
+use super::batch::{Batch, BlockTable, TreeMask, check_seq_lens};
 use crate::error::Result;
 
 /// Query rows (tokens times query heads per KV head) that share one widened tile of keys.
@@ -38,19 +38,70 @@ pub(super) struct Sequence {
     /// How many blocks of the sequence come before those.
     skipped_blocks: usize,
     window: Option<usize>,
+    /// Rows of bits that say what queries of a draft tree see of their step; empty for a causal sequence.
+    mask: Vec<u8>,
 }
 
 impl Sequence {
-    /// The keys that query `i` sees.
-    pub(super) fn visible(&self, i: usize) -> Range<usize> {
+    /// The keys among which those lie that query `i` sees.
+    fn visible(&self, i: usize) -> Range<usize> {
+        if !self.mask.is_empty() {
+            let end = self.len.saturating_sub(self.tokens.len()) + self.seen_in_step(i).count();
+            return self.window.map_or(0, |window| end.saturating_sub(window))..self.len;
+        }
         let end = (self.len + i + 1).saturating_sub(self.tokens.len());
         let start = self.window.map_or(0, |window| end.saturating_sub(window));
         start..end
     }
 
+    /// Calls `with` on each run of the keys that query `i` sees among `keys`.
+    pub(super) fn for_each_run(&self, i: usize, keys: &Range<usize>, mut with: impl FnMut(Range<usize>)) {
+        let seen = self.visible(i);
+        let cut = |run: Range<usize>| run.start.max(keys.start)..run.end.min(keys.end);
+        if self.mask.is_empty() {
+            let run = cut(seen);
+            if !run.is_empty() {
+                with(run);
+            }
+            return;
+        }
+        let context = self.len.saturating_sub(self.tokens.len());
+        let mut run = seen.start.min(context)..context;
+        // The position at which a seen key of the step stands decides whether it is in the window.
+        for (position, key) in (context..).zip(self.seen_in_step(i)) {
+            let key = context + key;
+            if position < seen.start {
+                continue;
+            }
+            if key != run.end {
+                let whole = cut(std::mem::replace(&mut run, key..key));
+                if !whole.is_empty() {
+                    with(whole);
+                }
+            }
+            run.end = key + 1;
+        }
+        let last = cut(run);
+        if !last.is_empty() {
+            with(last);
+        }
+    }
+
+    /// The tokens of the step that query `i` of a draft tree sees.
+    fn seen_in_step(&self, i: usize) -> impl Iterator<Item = usize> + '_ {
+        let row_len = TreeMask::row_bytes(self.tokens.len());
+        let row = &self.mask[i * row_len..(i + 1) * row_len];
+        (0..self.tokens.len()).filter(|key| row[key / 8] >> (key % 8) & 1 == 1)
+    }
+
     /// The keys that some of the queries see.
     fn visible_to_any(&self, queries: &Range<usize>) -> Range<usize> {
-        self.visible(queries.start).start..self.visible(queries.end - 1).end
+        let start = if self.mask.is_empty() {
+            self.visible(queries.start).start
+        } else {
+            queries.clone().map(|i| self.visible(i).start).min().unwrap_or(0)
+        };
+        start..self.visible(queries.end - 1).end
     }
 
     /// The token of query `i` in the batch.
@@ -120,17 +171,27 @@ impl Plan {
             work: 0,
             merge_work: 0,
         };
+        if let Some(mask) = &batch.tree_mask {
+            mask.check(lens.len())?;
+        }
         for (len, tokens) in lens.into_iter().zip(queries) {
-            let sequence = plan.check_sequence(&table, len, tokens)?;
+            let rows = batch.tree_mask.map(|mask| mask.rows(plan.sequences.len(), tokens.len())).transpose()?;
+            let sequence = plan.check_sequence(&table, len, tokens, rows.unwrap_or_default())?;
             plan.sequences.push(sequence);
             plan.cut_sequence(plan.sequences.len() - 1);
         }
         Ok(plan)
     }
 
-    fn check_sequence(&self, table: &BlockTable<'_>, len: usize, tokens: Range<usize>) -> Result<Sequence> {
-        let mut sequence =
-            Sequence { len, tokens, blocks: Vec::new(), skipped_blocks: 0, window: self.cut.sliding_window };
+    fn check_sequence(
+        &self,
+        table: &BlockTable<'_>,
+        len: usize,
+        tokens: Range<usize>,
+        mask: &[u8],
+    ) -> Result<Sequence> {
+        let (window, mask) = (self.cut.sliding_window, mask.to_vec());
+        let mut sequence = Sequence { len, tokens, blocks: Vec::new(), skipped_blocks: 0, window, mask };
         if sequence.tokens.is_empty() {
             return Ok(sequence);
         }
@@ -197,7 +258,8 @@ mod tests {
 
     #[test]
     fn a_query_sees_no_key_when_its_position_is_before_the_sequence() {
-        let sequence = Sequence { len: 2, tokens: 10..14, blocks: Vec::new(), skipped_blocks: 0, window: None };
+        let sequence =
+            Sequence { len: 2, tokens: 10..14, blocks: Vec::new(), skipped_blocks: 0, window: None, mask: vec![] };
         assert_eq!((0..4).map(|i| sequence.visible(i)).collect::<Vec<_>>(), [0..0, 0..0, 0..1, 0..2]);
     }
 }

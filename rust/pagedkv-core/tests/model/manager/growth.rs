@@ -36,7 +36,7 @@ impl ManagerModel {
         (first..end / block_size).all(|column| {
             let found: Vec<_> = self.hits_at(sequence, group, column).collect();
             let is_computed = found.iter().any(|&block| self.is_computed(block));
-            let is_reachable = !found.is_empty() && !(is_pending && is_computed);
+            let is_reachable = !(found.is_empty() || is_pending && is_computed);
             is_pending = !is_computed;
             is_reachable
         })

@@ -3,16 +3,20 @@
 use pagedkv_core::{FinishReason, FinishedRequest, Fork, Handle, PlanId, StepResult};
 
 use super::super::random::Random;
+use super::request::path;
 use super::{Entry, Node, SchedulerModel};
 
 /// The arguments with which a plan is committed.
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome {
     Tokens(Vec<i32>),
-    /// One row per sequence that samples, padded with -1.
+    /// One row per sequence that samples, padded with -1, and the guesses that they accept.
     Rows {
         rows: Vec<i32>,
+        accepted: Vec<i32>,
         width: usize,
+        /// Whether the guesses must be named.
+        has_trees: bool,
     },
     Beams {
         tokens: Vec<i32>,
@@ -42,6 +46,13 @@ impl SchedulerModel {
         Outcome::Tokens(plan.tokens.clone())
     }
 
+    /// Samples that can have guesses, as [`Self::row`] takes them.
+    pub(crate) fn decoding(&self) -> Vec<(Handle, usize)> {
+        let idle = self.requests.iter().filter(|request| !self.is_in_flight(request.handle));
+        let samples = idle.flat_map(|request| (0..request.live().count()).map(|sample| (request.handle, sample)));
+        samples.filter(|&(handle, sample)| self.row(handle, sample).is_some_and(|(_, decodes)| decodes)).collect()
+    }
+
     /// The row of a sample, as far as a plan told it, and whether its sequence decodes.
     pub(crate) fn row(&self, handle: Handle, sample: usize) -> Option<(i32, bool)> {
         let request = &self.requests[self.position(handle)?];
@@ -56,29 +67,33 @@ impl SchedulerModel {
     }
 
     /// The sequence on a row gets guesses for its next tokens.
-    pub(crate) fn set_drafts(&mut self, row: i32, ids: &[i32]) {
+    pub(crate) fn set_drafts(&mut self, row: i32, ids: &[i32], parents: &[i32]) {
         let mut samples = self.requests.iter_mut().flat_map(|request| &mut request.samples);
         let sample = samples.find(|sample| !sample.is_over && sample.row == Some(row)).expect("it sits there");
-        sample.drafts = (-1..).zip(ids).map(|(parent, &token)| Node { token, parent }).collect();
+        sample.drafts = parents.iter().zip(ids).map(|(&parent, &token)| Node { token, parent }).collect();
     }
 
     fn rows(&self, random: &mut Random) -> Outcome {
         let plan = self.plans.front().expect("a plan is in flight");
-        let mut rows = Vec::new();
+        let (mut rows, mut accepted) = (Vec::new(), Vec::new());
         let mut drawn = plan.tokens.iter();
         for entry in &plan.entries {
             if entry.drafts.is_empty() {
                 rows.extend(drawn.by_ref().take(entry.drawn.len()).map(|&token| vec![token]));
+                accepted.resize(rows.len(), vec![]);
                 continue;
             }
             drawn.by_ref().take(entry.drafts.len() + 1).for_each(drop);
-            let num_accepted = random.below(entry.drafts.len() + 1);
-            let accepted = entry.drafts[..num_accepted].iter().map(|node| node.token);
-            rows.push(accepted.chain([token(random)]).collect());
+            let last = random.below(entry.drafts.len() + 1).checked_sub(1);
+            let path = last.map_or(vec![], |last| path(&entry.drafts, last));
+            let tokens = path.iter().map(|&node| entry.drafts[node].token);
+            rows.push(tokens.chain([token(random)]).collect());
+            accepted.push(path.into_iter().map(|node| node as i32).collect());
         }
         let width = rows.iter().map(Vec::len).max().unwrap_or(1) + random.below(2);
-        rows.iter_mut().for_each(|row| row.resize(width, -1));
-        Outcome::Rows { rows: rows.concat(), width }
+        rows.iter_mut().chain(&mut accepted).for_each(|row| row.resize(width, -1));
+        let has_trees = plan.entries.iter().any(|entry| entry.expected.is_tree) || random.below(2) == 0;
+        Outcome::Rows { rows: rows.concat(), accepted: accepted.concat(), width, has_trees }
     }
 
     /// Ends the oldest plan; answers what the scheduler must answer.
@@ -88,19 +103,24 @@ impl SchedulerModel {
             return self.commit_beams(tokens, parents);
         }
         let plan = self.plans.pop_front().expect("a plan is in flight");
-        let rows: Vec<Vec<i32>> = match outcome {
-            Outcome::Tokens(tokens) => tokens.iter().map(|&token| vec![token]).collect(),
-            Outcome::Rows { rows, width } => {
-                rows.chunks(*width).map(|row| row.iter().copied().take_while(|&token| token >= 0).collect()).collect()
-            }
+        let unpad = |rows: &[i32], width: usize| -> Vec<Vec<i32>> {
+            rows.chunks(width).map(|row| row.iter().copied().take_while(|&entry| entry >= 0).collect()).collect()
+        };
+        let (rows, paths) = match outcome {
+            Outcome::Tokens(tokens) => (tokens.iter().map(|&token| vec![token]).collect(), vec![vec![]; tokens.len()]),
+            Outcome::Rows { rows, accepted, width, .. } => (unpad(rows, *width), unpad(accepted, *width)),
             Outcome::Beams { .. } => unreachable!("handled above"),
         };
         let mut result = StepResult::default();
-        let mut rows = rows.into_iter();
-        for entry in &plan.entries {
+        let mut rows = rows.into_iter().zip(paths);
+        for (s, entry) in plan.entries.iter().enumerate() {
+            let tables: Vec<_> = plan.tables.iter().map(|group| group[s].as_slice()).collect();
             self.part(entry, &mut result);
-            for (&sample, row) in entry.drawn.iter().zip(&mut rows) {
-                self.take_tokens(plan.arrays.id(), entry, sample, &row, &mut result);
+            for (&sample, (row, path)) in entry.drawn.iter().zip(&mut rows) {
+                let goes_on = self.take_tokens(plan.arrays.id(), entry, sample, &row, &mut result);
+                if goes_on && !path.is_empty() {
+                    self.await_moves(entry, sample, &tables, &path);
+                }
             }
         }
         self.note(&result);
@@ -129,11 +149,40 @@ impl SchedulerModel {
         result.forked.extend(live[1..].iter().map(fork));
     }
 
-    fn take_tokens(&mut self, plan: PlanId, entry: &Entry, sample: usize, row: &[i32], result: &mut StepResult) {
+    /// Accepted guesses that do not lie where they belong are moved there by the next plan.
+    fn await_moves(&mut self, entry: &Entry, sample: usize, tables: &[&[i32]], path: &[i32]) {
+        let first = entry.end - entry.drafts.len();
+        let sizes: Vec<usize> = self.limits.groups.iter().map(|group| group.block_size).collect();
+        let slot = |group: usize, at: usize| {
+            let size = sizes[group];
+            i64::from(tables[group][at / size]) * size as i64 + (at % size) as i64
+        };
+        let request = self.find_mut(entry.handle).expect("it lives");
+        let in_place = (0..).zip(path).take_while(|&(place, &node)| node == place).count();
+        if request.residence == entry.residence && in_place < path.len() {
+            let moves = (0..tables.len()).flat_map(|group| {
+                let moved = in_place..path.len();
+                moved
+                    .map(move |i| (group, i))
+                    .map(|(group, i)| [group as i64, slot(group, first + path[i] as usize), slot(group, first + i)])
+            });
+            request.samples[sample].awaiting = Some((first + in_place, moves.collect()));
+        }
+    }
+
+    /// Answers whether the sample goes on.
+    fn take_tokens(
+        &mut self,
+        plan: PlanId,
+        entry: &Entry,
+        sample: usize,
+        row: &[i32],
+        result: &mut StepResult,
+    ) -> bool {
         let handle = entry.handle;
         let Some(request) = self.find_mut(handle).filter(|request| !request.samples[sample].is_over) else {
             result.num_ignored += row.len() as u32;
-            return;
+            return false;
         };
         let is_resident = request.residence == entry.residence;
         let found = &mut request.samples[sample];
@@ -166,6 +215,7 @@ impl SchedulerModel {
         if reason.is_some() {
             self.end(handle, sample, result);
         }
+        reason.is_none()
     }
 
     /// Why a sample ends with this token as its next, if it does.

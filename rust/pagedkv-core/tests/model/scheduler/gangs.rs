@@ -15,7 +15,10 @@ impl SchedulerModel {
             let num_drawn = own.iter().filter(|entry| !entry.drawn.is_empty()).count();
             let lagged = own.iter().any(|entry| entry.before + 1 < request.tokens(entry.sample).len());
             let together = num_drawn == request.live().count();
-            assert!(own.is_empty() || together || num_drawn == 0 && lagged, "{request:?} is planned in part");
+            assert!(
+                own.is_empty() || together || num_drawn == 0 && lagged,
+                "{own:?} of {request:?} is planned in part"
+            );
         }
     }
 
@@ -31,16 +34,10 @@ impl SchedulerModel {
     /// who write into one block but the last, and for the last as well if others hold the block.
     pub(super) fn blocks_of_the_gang(&self, scheduler: &Scheduler, request: &Request) -> usize {
         let groups = self.limits.groups.iter().enumerate();
-        groups.map(|(number, group)| self.blocks_of_the_gang_in(scheduler, request, number, group.block_size)).sum()
+        groups.map(|(number, group)| Self::blocks_of_the_gang_in(scheduler, request, number, group.block_size)).sum()
     }
 
-    fn blocks_of_the_gang_in(
-        &self,
-        scheduler: &Scheduler,
-        request: &Request,
-        group: usize,
-        block_size: usize,
-    ) -> usize {
+    fn blocks_of_the_gang_in(scheduler: &Scheduler, request: &Request, group: usize, block_size: usize) -> usize {
         let mut writers = BTreeMap::new();
         let mut needed = 0;
         for sample in request.live() {

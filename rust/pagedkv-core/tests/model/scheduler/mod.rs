@@ -78,6 +78,8 @@ struct Plan {
     tokens: Vec<i32>,
     /// What the plan before samples.
     tokens_before: Vec<i32>,
+    /// Whose accepted guesses the plan moves into place, by request, sample and residence, and from which position on.
+    moved: Vec<(Handle, usize, u32, usize)>,
     /// The host's view of the tables, by group.
     tables: Vec<Vec<Vec<i32>>>,
     has_run: bool,
@@ -197,7 +199,12 @@ impl SchedulerModel {
         let Some(position) = self.position(handle) else {
             return false;
         };
-        self.requests[position].samples[sample].is_over = true;
+        let request = &mut self.requests[position];
+        request.samples[sample].is_over = true;
+        if !request.has_parted {
+            // Who computes the prompt after it takes its row.
+            request.samples[sample].row = None;
+        }
         let is_over = self.requests[position].live().next().is_none();
         if is_over {
             self.requests.remove(position);
@@ -252,6 +259,12 @@ impl SchedulerModel {
                 if entry.is_admission {
                     request.leave();
                     self.events.note("undone admissions", 1);
+                }
+            }
+            for &(handle, sample, residence, from) in &plan.moved {
+                if let Some(request) = self.find_mut(handle).filter(|request| request.residence == residence) {
+                    request.samples[sample].num_scheduled = from;
+                    self.events.note("undone moves", 1);
                 }
             }
         }

@@ -19,12 +19,29 @@ pub(crate) struct Node {
     pub(crate) parent: i32,
 }
 
+/// Guesses from the last known token to this one, by their numbers.
+pub(super) fn path(nodes: &[Node], node: usize) -> Vec<usize> {
+    let mut path = vec![node];
+    while let Ok(parent) = usize::try_from(nodes[path[path.len() - 1]].parent) {
+        path.push(parent);
+    }
+    path.reverse();
+    path
+}
+
+pub(super) fn depth(nodes: &[Node], node: usize) -> usize {
+    path(nodes, node).len()
+}
+
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
     pub(super) outputs: Vec<i32>,
     pub(super) pending: Vec<Pending>,
     /// Guesses that wait for a plan, or are given back by the rollback of one.
     pub(super) drafts: Vec<Node>,
+    /// The first position whose contents the next plan moves into place, and its moves: group, source and destination
+    /// slot.
+    pub(super) awaiting: Option<(usize, Vec<[i64; 3]>)>,
     /// The plan in flight that checks guesses.
     pub(super) drafting: Option<PlanId>,
     /// Where it sits, as far as a plan told.
@@ -114,7 +131,8 @@ impl Request {
         let found = &self.samples[sample];
         let most = self.asked.max_tokens as usize - 1 - found.outputs.len();
         let can_draft = self.has_parted && found.pending.is_empty();
-        if can_draft { found.drafts.len().min(most) } else { 0 }
+        let is_in_reach = |&node: &usize| depth(&found.drafts, node) <= most;
+        if can_draft { (0..found.drafts.len()).take_while(is_in_reach).count() } else { 0 }
     }
 
     /// The samples whose sequences can be planned.
@@ -129,6 +147,7 @@ impl Request {
         self.num_prompt_scheduled = 0;
         for sample in &mut self.samples {
             sample.num_scheduled = 0;
+            sample.awaiting = None;
             sample.row = None;
             sample.drafts.clear();
         }

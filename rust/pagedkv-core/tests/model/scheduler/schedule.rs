@@ -3,7 +3,7 @@
 use pagedkv_core::step_plan::Field;
 use pagedkv_core::{Handle, PlanId, Scheduler, StepPlan};
 
-use super::request::{Pending, Request};
+use super::request::{Pending, Request, path};
 use super::{Entry, Expected, Plan, SchedulerModel};
 
 impl SchedulerModel {
@@ -12,6 +12,7 @@ impl SchedulerModel {
         let sizes = plan.sizes();
         let residents_before: Vec<Handle> = self.residents().map(|request| request.handle).collect();
         self.follow_preemptions(scheduler, &plan);
+        let moved = self.follow_moves(&plan);
         let tokens: Vec<i32> = (0..sizes.num_samples).map(|_| token()).collect();
         let mut entries: Vec<Entry> = Vec::new();
         let mut drawn = 0;
@@ -44,7 +45,28 @@ impl SchedulerModel {
         let tokens_before = self.plans.back().map_or(Vec::new(), |before| before.tokens.clone());
         self.events.note("tokens", u64::from(sizes.num_tokens));
         self.events.note("copies", plan.i32s(Field::Copies).len() as u64 / 2);
-        self.plans.push_back(Plan { arrays: plan, entries, tokens, tokens_before, tables, has_run: false });
+        self.plans.push_back(Plan { arrays: plan, entries, tokens, tokens_before, moved, tables, has_run: false });
+    }
+
+    /// The plan moves exactly what was accepted and awaits it; answers whose.
+    fn follow_moves(&mut self, plan: &StepPlan) -> Vec<(Handle, usize, u32, usize)> {
+        let mut expected = Vec::new();
+        let mut moved = Vec::new();
+        for request in &mut self.requests {
+            for sample in request.live().collect::<Vec<_>>() {
+                if let Some((from, moves)) = request.samples[sample].awaiting.take() {
+                    expected.extend(moves);
+                    moved.push((request.handle, sample, request.residence, from));
+                }
+            }
+        }
+        let slots = plan.i64s(Field::SlotMoves).chunks(3);
+        let mut found: Vec<_> = slots.map(|slots| [slots[0], slots[1], slots[2]]).collect();
+        self.events.note("moves", found.len() as u64);
+        found.sort_unstable();
+        expected.sort_unstable();
+        assert_eq!(found, expected, "the moves");
+        moved
     }
 
     /// Follows one sequence of a plan into it.
@@ -88,8 +110,6 @@ impl SchedulerModel {
         if request.num_preemptions == 0 {
             request.num_cached_tokens += num_hit_tokens;
         }
-        let positions = &plan.i32s(Field::Positions)[starts[s] as usize..starts[s + 1] as usize];
-        assert!(positions.iter().map(|&position| position as usize).eq(start..end), "positions {positions:?}");
         Self::check_inputs(plan, s, request, sample, previous);
 
         let completes_prompt = !request.has_parted && end == request.prompt_len();
@@ -111,7 +131,18 @@ impl SchedulerModel {
         let request = request.clone();
         self.events.note("drafts", drafts.len() as u64);
         self.events.note("hit tokens", num_hit_tokens as u64);
-        let histories = self.histories.of_tokens(&request.asked.identity, tokens.iter().copied());
+        let num_known = tokens.len() - drafts.len();
+        let mut histories = self.histories.of_tokens(&request.asked.identity, tokens[..num_known].iter().copied());
+        let mut paths = Vec::new();
+        for node in 0..drafts.len() {
+            let path = path(&drafts, node);
+            let guesses = path.iter().map(|&node| drafts[node].token);
+            let all = tokens[..num_known].iter().copied().chain(guesses);
+            histories.push(self.histories.of_tokens(&request.asked.identity, all).pop().expect("at least the guess"));
+            paths.push(path.into_iter().map(|node| num_known + node).collect());
+        }
+        let is_tree = (-1..).zip(&drafts).any(|(before, node)| node.parent != before);
+        self.events.note("trees", u64::from(is_tree));
         Entry {
             handle,
             sample,
@@ -129,6 +160,8 @@ impl SchedulerModel {
                 sample: sample as u32,
                 tokens,
                 histories,
+                paths,
+                is_tree,
             },
         }
     }
