@@ -75,17 +75,22 @@ impl RootKey {
 /// The token ids of a sequence: a part that forks share and a tail of its own.
 #[derive(Clone, Debug)]
 pub(crate) struct Tokens {
-    shared: Arc<[i32]>,
+    shared: Arc<Vec<i32>>,
     tail: Vec<i32>,
 }
 
 impl Tokens {
-    pub(crate) fn new(shared: Arc<[i32]>) -> Self {
+    pub(crate) fn new(shared: Arc<Vec<i32>>) -> Self {
         Self { shared, tail: Vec::new() }
     }
 
     pub(crate) fn len(&self) -> u32 {
         (self.shared.len() + self.tail.len()) as u32
+    }
+
+    /// Makes room for tokens to come.
+    pub(crate) fn reserve(&mut self, num_tokens: usize) {
+        self.tail.reserve(num_tokens);
     }
 
     pub(crate) fn push(&mut self, token: i32) {
@@ -95,7 +100,7 @@ impl Tokens {
     pub(crate) fn truncate(&mut self, len: u32) {
         let len = len as usize;
         if len < self.shared.len() {
-            self.shared = self.shared[..len].into();
+            self.shared = Arc::new(self.shared[..len].to_vec());
         }
         self.tail.truncate(len.saturating_sub(self.shared.len()));
     }

@@ -137,8 +137,18 @@ impl KVCacheManager {
             return invalid("prompt_token_ids", "1 to 2^31 - 1 token ids", tokens.len());
         }
         check_tokens("prompt_token_ids", &tokens)?;
+        Ok(self.create_checked(Arc::new(tokens.to_vec()), identity, uses_cache))
+    }
+
+    /// [`Self::create`] for tokens and an identity that were checked before.
+    pub(crate) fn create_checked(
+        &mut self,
+        tokens: Arc<Vec<i32>>,
+        identity: Arc<Identity>,
+        uses_cache: bool,
+    ) -> SequenceId {
         let root = self.pool.hold_root(&identity.root);
-        Ok(self.insert(Tokens::new(tokens), identity, uses_cache && self.caching, root))
+        self.insert(Tokens::new(tokens), identity, uses_cache && self.caching, root)
     }
 
     /// Asks that the blocks which a sequence fills or hits from now on are kept in the cache in a certain way.
@@ -469,7 +479,7 @@ impl KVCacheManager {
         self.pool.prefixes.release_root(sequence.root);
         sequence.is_live = false;
         sequence.generation = sequence.generation.wrapping_add(1);
-        sequence.tokens = Tokens::new(Arc::from([]));
+        sequence.tokens = Tokens::new(Arc::default());
         self.vacant.push(index as u32);
     }
 

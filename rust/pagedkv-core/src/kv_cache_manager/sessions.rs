@@ -33,7 +33,7 @@ impl KVCacheManager {
     }
 
     /// Gives a sequence other tokens, which begin with all that it has computed.
-    pub(crate) fn set_tokens(&mut self, index: usize, tokens: Arc<[i32]>) {
+    pub(crate) fn set_tokens(&mut self, index: usize, tokens: Arc<Vec<i32>>) {
         self.sequences[index].tokens = Tokens::new(tokens);
     }
 

@@ -72,7 +72,7 @@ impl Scheduler {
 
 impl crate::KVCacheManager {
     /// A fork of a sequence, with tokens that begin with all that it has computed; one at least is left to compute.
-    fn fork_with(&mut self, index: usize, tokens: Arc<[i32]>) -> u32 {
+    fn fork_with(&mut self, index: usize, tokens: Arc<Vec<i32>>) -> u32 {
         let most = tokens.len() as u32 - 1;
         let child = self.fork_at(index).index;
         self.set_tokens(child as usize, tokens);

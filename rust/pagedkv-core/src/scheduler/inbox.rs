@@ -1,7 +1,8 @@
 //! Where requests and aborts are left, from any thread, while a step is being planned.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hashbrown::HashMap;
 
 use super::request::NewRequest;
 use crate::cache_layout::TableSpec;

@@ -32,8 +32,10 @@ mod seats;
 mod sessions;
 mod snapshot;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+
+use hashbrown::HashMap;
 
 use smallvec::SmallVec;
 
@@ -58,6 +60,9 @@ use request::{Request, Stage};
 use room::most_blocks;
 use seats::Seats;
 pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
+
+/// Outputs for which a sequence makes room at once.
+const MAX_RESERVED_TOKENS: u32 = 256;
 
 /// A sequence during one residence, and an entry of its block table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -450,10 +455,11 @@ impl Scheduler {
     fn ensure_sequence(&mut self, slot: u32, sample: usize) -> usize {
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         if request.samples[sample].sequence == request::NONE {
-            let (prompt, identity): (_, std::sync::Arc<Identity>) = (request.prompt.clone(), request.identity.clone());
-            let id = self.manager.create(prompt, identity, request.use_prefix_cache);
-            let index = id.expect("the prompt was checked when it was added").index;
-            self.manager.sequences[index as usize].retention = request.retention;
+            let (prompt, identity) = (request.prompt.clone(), request.identity.clone());
+            let index = self.manager.create_checked(prompt, identity, request.use_prefix_cache).index;
+            let sequence = &mut self.manager.sequences[index as usize];
+            sequence.retention = request.retention;
+            sequence.tokens.reserve(request.max_tokens.min(MAX_RESERVED_TOKENS) as usize);
             request.samples[sample].sequence = index;
         }
         request.samples[sample].sequence as usize

@@ -221,7 +221,7 @@ impl Sample {
 pub(super) struct Request {
     pub(super) handle: Handle,
     pub(super) id: Arc<str>,
-    pub(super) prompt: Arc<[i32]>,
+    pub(super) prompt: Arc<Vec<i32>>,
     pub(super) identity: Arc<Identity>,
     pub(super) use_prefix_cache: bool,
     pub(super) retention: Option<Retention>,
@@ -280,7 +280,7 @@ impl Request {
             handle,
             num_new_tokens: request.prompt_token_ids.len() as u64,
             id: request.request_id.into(),
-            prompt: request.prompt_token_ids.into(),
+            prompt: Arc::new(request.prompt_token_ids),
             identity: Arc::new(request.identity),
             use_prefix_cache: request.use_prefix_cache,
             retention: request.retention,
