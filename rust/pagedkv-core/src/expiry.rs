@@ -7,16 +7,16 @@ use crate::error::{Result, reserve};
 use crate::ids::BlockId;
 
 /// Points in time that are not negative sort like their bits.
-type Instant = u64;
+type Moment = u64;
 
 /// "Never".
-const NEVER: Instant = Instant::MAX;
+const NEVER: Moment = Moment::MAX;
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
     /// How long the priority holds after the block's release, and when that ends.
     seconds: f64,
-    end: Instant,
+    end: Moment,
 }
 
 const FOREVER: Record = Record { seconds: f64::INFINITY, end: NEVER };
@@ -25,7 +25,7 @@ const FOREVER: Record = Record { seconds: f64::INFINITY, end: NEVER };
 #[derive(Debug)]
 pub(crate) struct Expiry {
     records: Vec<Record>,
-    queue: BTreeSet<(Instant, BlockId)>,
+    queue: BTreeSet<(Moment, BlockId)>,
 }
 
 impl Expiry {

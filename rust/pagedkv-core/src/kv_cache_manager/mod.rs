@@ -131,6 +131,7 @@ impl KVCacheManager {
     /// # Errors
     /// [`Error::InvalidArgument`] for no tokens, or images that overlap or are out of order; [`Error::InvalidElement`]
     /// for a negative token.
+    #[expect(clippy::needless_pass_by_value, reason = "the sequence keeps the tokens")]
     pub fn create(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>, uses_cache: bool) -> Result<SequenceId> {
         check_identity(&identity)?;
         if tokens.is_empty() || tokens.len() > i32::MAX as usize {
