@@ -10,7 +10,17 @@ from pagedkv.attention import paged_attention
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import PagedKVError
 from pagedkv.kv_cache import KVCache
-from pagedkv.pool import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManager, chain_hashes
+from pagedkv.pool import (
+    AllBlocksCleared,
+    AllocatedSlots,
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    ComputedBlocks,
+    KVCacheManager,
+    KVEventBatch,
+    chain_hashes,
+)
 from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -20,14 +30,18 @@ if TYPE_CHECKING:
     from pagedkv.engine import SamplingParams as SamplingParams
 
 __all__ = [
+    "AllBlocksCleared",
     "AllocatedSlots",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "CacheConfig",
     "ComputedBlocks",
     "FinishedRequest",
     "GroupSpec",
     "KVCache",
     "KVCacheManager",
+    "KVEventBatch",
     "PagedKVError",
     "Scheduler",
     "SchedulerConfig",

@@ -1,5 +1,27 @@
-"""Bookkeeping without a scheduler: blocks with reference counts, and sequences that hold them."""
+"""Bookkeeping without a scheduler: blocks, sequences that hold them, chained hashes, and events of the prefix cache."""
 
-from pagedkv._core import AllocatedSlots, BlockPool, ComputedBlocks, KVCacheManager, chain_hashes
+from pagedkv._core import (
+    AllBlocksCleared,
+    AllocatedSlots,
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    ComputedBlocks,
+    KVCacheManager,
+    KVCacheSnapshot,
+    KVEventBatch,
+    chain_hashes,
+)
 
-__all__ = ["AllocatedSlots", "BlockPool", "ComputedBlocks", "KVCacheManager", "chain_hashes"]
+__all__ = [
+    "AllBlocksCleared",
+    "AllocatedSlots",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "ComputedBlocks",
+    "KVCacheManager",
+    "KVCacheSnapshot",
+    "KVEventBatch",
+    "chain_hashes",
+]

@@ -1,5 +1,25 @@
 """Continuous batching: requests in, one plan of flat arrays per step out."""
 
-from pagedkv._core import FinishedRequest, Scheduler, StepPlan, StepResult
+from pagedkv._core import (
+    FinishedRequest,
+    Histogram,
+    PrefixCacheStats,
+    RequestStats,
+    RequestTotals,
+    Scheduler,
+    SchedulerStats,
+    StepPlan,
+    StepResult,
+)
 
-__all__ = ["FinishedRequest", "Scheduler", "StepPlan", "StepResult"]
+__all__ = [
+    "FinishedRequest",
+    "Histogram",
+    "PrefixCacheStats",
+    "RequestStats",
+    "RequestTotals",
+    "Scheduler",
+    "SchedulerStats",
+    "StepPlan",
+    "StepResult",
+]

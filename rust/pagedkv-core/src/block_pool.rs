@@ -20,12 +20,16 @@ use smallvec::SmallVec;
 
 use crate::block_list::{Block, BlockList, BlockState, FreeBlocks};
 use crate::cache_layout::TableSpec;
+use crate::chain_hash::LoraName;
 use crate::config::{CacheConfig, Retention};
-use crate::error::{Error, Result, reserve};
+use crate::error::{Error, Result, invalid, reserve};
+use crate::events::{EventLog, KVCacheSnapshot, KVEventBatch};
 use crate::eviction::Evictable;
 use crate::identity::RootKey;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId, PlanId};
+use crate::invariants::BrokenLaw;
 use crate::prefix_cache::PrefixCache;
+use crate::residency::{Residency, ResidencyStats};
 
 /// A pool of blocks with reference counts and a prefix cache. See the module's page.
 #[derive(Debug)]
@@ -44,6 +48,9 @@ pub struct BlockPool {
     /// By cache group: how many nodes of the prefix tree a block spans, where a prefix outlives what continues it; 0 for
     /// windows, whose blocks go in the order of their release.
     spans: SmallVec<[u32; 1]>,
+    now: f64,
+    residency: Option<Box<Residency>>,
+    pub(crate) events: Option<Box<EventLog>>,
 }
 
 impl BlockPool {
@@ -67,7 +74,11 @@ impl BlockPool {
         for id in (1..config.num_blocks).rev() {
             free.push(&mut blocks, BlockId::new(id));
         }
-        let prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks)?;
+        let mut prefixes = PrefixCache::new(config.block_size, config.hash_seed, config.num_blocks)?;
+        let events = config.events.as_ref().map(|events| Box::new(EventLog::new(events, layout.tables())));
+        if events.is_some() {
+            prefixes.remember_births();
+        }
         Ok(Self {
             blocks,
             free,
@@ -79,6 +90,10 @@ impl BlockPool {
             stamp: 0,
             num_evictions: 0,
             spans: layout.tables().iter().map(span).collect(),
+            now: 0.0,
+            residency: (config.residency_sampling > 0)
+                .then(|| Box::new(Residency::new(config.residency_sampling, config.num_blocks))),
+            events,
         })
     }
 
@@ -115,6 +130,30 @@ impl BlockPool {
     /// Cached blocks that were reused for something else, since the pool was made.
     pub fn num_evictions(&self) -> u64 {
         self.num_evictions
+    }
+
+    /// How long blocks held what they held, where [`CacheConfig::residency_sampling`] is on.
+    pub fn residency(&self) -> Option<&ResidencyStats> {
+        self.residency.as_ref().map(|residency| &residency.stats)
+    }
+
+    pub(crate) fn take_events(&mut self) -> Result<KVEventBatch> {
+        let events = self.events.as_mut().ok_or_else(no_events)?;
+        Ok(events.take(&self.prefixes, &self.blocks))
+    }
+
+    pub(crate) fn event_snapshot(&mut self) -> Result<KVCacheSnapshot> {
+        let events = self.events.as_mut().ok_or_else(no_events)?;
+        Ok(events.snapshot(&self.prefixes, &self.blocks))
+    }
+
+    pub(crate) fn name_lora(&mut self, lora_id: i64, name: LoraName) -> Result<()> {
+        let events = self.events.as_mut().ok_or_else(no_events)?;
+        if self.prefixes.knows_lora(lora_id) {
+            return invalid("lora_id", "an adapter of which nothing is cached or in use", lora_id);
+        }
+        events.name_lora(lora_id, name);
+        Ok(())
     }
 
     /// Holders of a block.
@@ -222,10 +261,28 @@ impl BlockPool {
         if evictable {
             self.cached.remove(&mut self.blocks, block);
             self.forget(block);
-            self.num_evictions += 1;
+            self.count_eviction(block);
             self.free.push(&mut self.blocks, block);
         }
         Ok(evictable)
+    }
+
+    /// Checks every law that speaks of blocks alone; who holds them is not known here.
+    ///
+    /// # Errors
+    /// The first [`BrokenLaw`].
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub fn check_integrity(&self) -> std::result::Result<(), BrokenLaw> {
+        self.check_places()
+    }
+
+    /// Makes the bookkeeping wrong, for tests of what follows from that: held blocks lose their holders.
+    #[doc(hidden)]
+    pub fn break_a_law(&mut self) {
+        self.blocks.iter_mut().for_each(|block| block.ref_count = 0);
+        self.num_held += 1;
     }
 
     pub(crate) fn is_in_flight(&self, plan: PlanId) -> bool {
@@ -265,9 +322,12 @@ impl BlockPool {
             let block = self.next_to_reuse();
             self.cached.remove(&mut self.blocks, block);
             self.forget(block);
-            self.num_evictions += 1;
+            self.count_eviction(block);
             block
         });
+        if let Some(residency) = &mut self.residency {
+            residency.allocated(block, self.now);
+        }
         let record = &mut self.blocks[block.index()];
         record.state = BlockState::Held;
         record.ref_count = 1;
@@ -333,13 +393,24 @@ impl BlockPool {
         self.cached.retain(&mut self.blocks, block, retention);
     }
 
-    /// Lets time pass for priorities that expire.
+    /// The time of the calls that follow; priorities expire. Time that goes back is ignored.
     pub(crate) fn advance(&mut self, now: f64) {
+        self.now = self.now.max(now);
         self.cached.advance(&mut self.blocks, now);
+    }
+
+    fn count_eviction(&mut self, block: BlockId) {
+        self.num_evictions += 1;
+        if let Some(residency) = &mut self.residency {
+            residency.evicted(block, self.now);
+        }
     }
 
     /// Takes one more hold on a block that holds something.
     pub(crate) fn hold(&mut self, block: BlockId) {
+        if let Some(residency) = &mut self.residency {
+            residency.accessed(block, self.now);
+        }
         let record = &mut self.blocks[block.index()];
         record.ref_count += 1;
         let (state, fence) = (record.state, record.fence);
@@ -383,6 +454,9 @@ impl BlockPool {
         record.committed = record.node != NO_NODE;
         if record.committed {
             self.prefixes.published(block, record.node);
+            if let Some(events) = &mut self.events {
+                events.published(&self.prefixes, &self.blocks, block);
+            }
         }
     }
 
@@ -401,6 +475,11 @@ impl BlockPool {
             return;
         }
         self.stamp += 1;
+        if let Some(events) = &mut self.events
+            && self.blocks[block.index()].committed
+        {
+            events.withdrawn(&self.prefixes, &self.blocks, block);
+        }
         self.cached.reset(&mut self.blocks, block);
         let parent = self.prefixes.node(node).parent;
         self.prefixes.detach(&mut self.blocks, block);
@@ -433,12 +512,18 @@ impl BlockPool {
             self.forget(block);
             self.free.push(&mut self.blocks, block);
         }
+        if let Some(events) = &mut self.events {
+            events.cleared();
+        }
     }
 
     /// Forgets the prefixes of an adapter: their evictable blocks become free now, held and fenced ones when they are
     /// released.
     pub(crate) fn invalidate_lora(&mut self, lora_id: i64) {
         self.stamp += 1;
+        if let Some(events) = &mut self.events {
+            events.adapter_forgotten(&self.prefixes, &self.blocks, lora_id);
+        }
         self.prefixes.invalidate_lora(lora_id);
         let is_stale = |&block: &BlockId| !self.prefixes.is_current(self.blocks[block.index()].node);
         let stale: Vec<_> = self.cached.iter(&self.blocks).filter(is_stale).collect();
@@ -535,4 +620,8 @@ impl BlockPool {
             node = before;
         }
     }
+}
+
+fn no_events() -> Error {
+    Error::Unsupported("events: the cache was configured without them".into())
 }

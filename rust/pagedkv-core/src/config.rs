@@ -2,6 +2,7 @@
 
 use crate::cache_layout::CacheLayout;
 use crate::error::{Error, Result, invalid};
+use crate::events::EventConfig;
 
 /// Tokens per block where nothing else is said, as in the paper.
 pub const DEFAULT_BLOCK_SIZE: u32 = 16;
@@ -141,6 +142,10 @@ pub struct CacheConfig {
     pub eviction_policy: EvictionPolicy,
     /// Blocks that pins may keep; they are kept from requests.
     pub pin_quota_blocks: u32,
+    /// Every how-many-eth block is watched for the time that it holds what it holds; 0 for none.
+    pub residency_sampling: u32,
+    /// How events of the prefix cache are made; `None` for no events.
+    pub events: Option<EventConfig>,
     /// Cache groups; empty for bookkeeping alone.
     pub groups: Vec<GroupSpec>,
     /// Layers that each block has room for; `None` for the smallest layer count of a group.
@@ -157,6 +162,8 @@ impl CacheConfig {
             enable_prefix_caching: true,
             eviction_policy: EvictionPolicy::default(),
             pin_quota_blocks: 0,
+            residency_sampling: 0,
+            events: None,
             groups: Vec::new(),
             num_layer_slots: None,
         }
@@ -176,6 +183,9 @@ impl CacheConfig {
     pub fn layout(&self) -> Result<CacheLayout> {
         in_range("num_blocks", self.num_blocks, 2)?;
         in_range("block_size", self.block_size, 1)?;
+        if let Some(events) = &self.events {
+            in_range("max_pending_events", events.max_pending, 1)?;
+        }
         if self.pin_quota_blocks > self.num_blocks - 2 {
             let expected = format!("at most {}, which leaves requests a block", self.num_blocks - 2);
             return invalid("pin_quota_blocks", expected, self.pin_quota_blocks);

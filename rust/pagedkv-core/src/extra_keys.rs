@@ -15,6 +15,10 @@ impl ExtraKeys {
         if key.is_empty() { Some(0) } else { self.ids.get(key).copied() }
     }
 
+    pub(crate) fn key(&self, id: u32) -> &[u8] {
+        self.keys.get(&id).map_or(&[], |(key, _)| key)
+    }
+
     pub(crate) fn intern(&mut self, key: &[u8]) -> u32 {
         if key.is_empty() {
             return 0;

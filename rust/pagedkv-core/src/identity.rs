@@ -61,6 +61,18 @@ impl Identity {
     }
 }
 
+/// The images that [`Identity::encode_block`] encoded, for a block in which they are `start` positions further on.
+pub(crate) fn decode_block(mut key: &[u8], start: i64) -> impl Iterator<Item = ExtraKey> {
+    std::iter::from_fn(move || {
+        let (offset, rest) = key.split_first_chunk()?;
+        let (_len, rest) = rest.split_first_chunk::<4>()?;
+        let (digest_len, rest) = rest.split_first_chunk()?;
+        let (digest, rest) = rest.split_at(u64::from_le_bytes(*digest_len) as usize);
+        key = rest;
+        Some(ExtraKey::Image { digest: digest.into(), offset: i64::from_le_bytes(*offset) + start })
+    })
+}
+
 impl RootKey {
     pub(crate) fn lora_key(&self, lora: Option<&LoraName>) -> Option<ExtraKey> {
         lora.cloned().map(ExtraKey::Lora).or(self.lora_id.map(ExtraKey::LoraId))

@@ -1,6 +1,7 @@
 //! The laws of the bookkeeping, one function each. A law that does not hold is a bug of this crate.
 
 use crate::block_list::BlockState;
+use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK};
 use crate::kv_cache_manager::{KVCacheManager, Sequence, Table};
 
@@ -20,6 +21,38 @@ fn require(holds: bool, law: u8, what: impl FnOnce() -> String) -> Check {
     if holds { Ok(()) } else { Err(BrokenLaw { law, what: what() }) }
 }
 
+impl BlockPool {
+    /// Law 1: every block is in exactly one of free, held, cached, fenced; block 0 is in none.
+    pub(crate) fn check_places(&self) -> Check {
+        let mut place = vec![None; self.blocks.len()];
+        let mut put = |block: BlockId, state| {
+            let twice = place[block.index()].replace(state).is_some();
+            require(!twice && block != NULL_BLOCK, 1, || format!("block {} is in two lists", block.get()))
+        };
+        self.free.iter().try_for_each(|block| put(block, BlockState::Free))?;
+        require(self.cached.is_counted(), 1, || "the evictable blocks are counted wrong".into())?;
+        require(self.free.is_in_place(&self.blocks), 1, || "a free block is not where it was put".into())?;
+        self.cached.iter(&self.blocks).try_for_each(|block| put(block, BlockState::Cached))?;
+        for (_, waiting) in &self.fenced {
+            waiting.iter(&self.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
+        }
+        let mut held = 0;
+        for (index, (record, place)) in self.blocks.iter().zip(&place).enumerate().skip(1) {
+            let state = place.unwrap_or(BlockState::Held);
+            require(record.state == state, 1, || {
+                format!("block {index} is {:?} in a place of {state:?}", record.state)
+            })?;
+            let is_held = state == BlockState::Held;
+            require(is_held == (record.ref_count > 0), 2, || {
+                format!("block {index} is {state:?} with {} holders", record.ref_count)
+            })?;
+            held += u32::from(is_held);
+        }
+        require(held == self.num_held(), 1, || format!("{held} blocks are held, {} are counted", self.num_held()))?;
+        require(self.blocks[0].state == BlockState::Null, 1, || "the null block was handed out".into())
+    }
+}
+
 impl KVCacheManager {
     /// Checks every law over the whole state.
     ///
@@ -29,7 +62,7 @@ impl KVCacheManager {
     /// # Complexity
     /// O(blocks + nodes x tokens per block + table entries).
     pub fn check_integrity(&self) -> Check {
-        self.every_block_is_in_one_place()?;
+        self.pool.check_places()?;
         self.ref_counts_are_holders()?;
         self.nodes_hold_committed_tokens()?;
         self.sequences_follow_their_path()?;
@@ -38,34 +71,15 @@ impl KVCacheManager {
         self.written_blocks_are_the_writers_own()?;
         self.prefixes_outlive_what_continues_them()?;
         self.sessions_hold_what_is_computed()?;
-        self.tree_is_consistent()
+        self.tree_is_consistent()?;
+        self.events_told_the_truth()
     }
 
-    /// Law 1: every block is in exactly one of free, held, cached, fenced; block 0 is in none.
-    fn every_block_is_in_one_place(&self) -> Check {
+    /// Law 8: what the events told can be hit, and nothing else can.
+    fn events_told_the_truth(&self) -> Check {
         let pool = &self.pool;
-        let mut place = vec![None; pool.blocks.len()];
-        let mut put = |block: BlockId, state| {
-            let twice = place[block.index()].replace(state).is_some();
-            require(!twice && block != NULL_BLOCK, 1, || format!("block {} is in two lists", block.get()))
-        };
-        pool.free.iter().try_for_each(|block| put(block, BlockState::Free))?;
-        require(pool.cached.is_counted(), 1, || "the evictable blocks are counted wrong".into())?;
-        require(pool.free.is_in_place(&pool.blocks), 1, || "a free block is not where it was put".into())?;
-        pool.cached.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Cached))?;
-        for (_, waiting) in &pool.fenced {
-            waiting.iter(&pool.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
-        }
-        let mut held = 0;
-        for (index, (record, place)) in pool.blocks.iter().zip(&place).enumerate().skip(1) {
-            let state = place.unwrap_or(BlockState::Held);
-            require(record.state == state, 1, || {
-                format!("block {index} is {:?} in a place of {state:?}", record.state)
-            })?;
-            held += u32::from(state == BlockState::Held);
-        }
-        require(held == pool.num_held(), 1, || format!("{held} blocks are held, {} are counted", pool.num_held()))?;
-        require(pool.blocks[0].state == BlockState::Null, 1, || "the null block was handed out".into())
+        let untruth = pool.events.as_ref().and_then(|events| events.find_untruth(&pool.prefixes, &pool.blocks));
+        untruth.map_or(Ok(()), |what| require(false, 8, || what))
     }
 
     /// Law 2: the reference count is the number of table entries, plus the sessions that hold the block; the evictable ones
@@ -99,6 +113,8 @@ impl KVCacheManager {
     fn nodes_hold_committed_tokens(&self) -> Check {
         let pool = &self.pool;
         let mut listed = vec![false; pool.blocks.len()];
+        let mut is_filled = vec![false; pool.blocks.len()];
+        self.plans.iter().flat_map(|plan| &plan.fills).for_each(|block| is_filled[block.index()] = true);
         for (node, record) in pool.prefixes.live_nodes() {
             let first = pool.prefixes.blocks_of(&pool.blocks, node).next();
             let is_committed = first.is_some_and(|block| pool.blocks[block.index()].committed);
@@ -116,8 +132,7 @@ impl KVCacheManager {
             require(on_node == listed[index], 3, || format!("block {index} names a node that does not list it"))?;
             require(on_node || !record.committed, 3, || format!("block {index} is public without a node"))?;
             if on_node && !record.committed {
-                let filling = self.plans.iter().any(|plan| plan.fills.contains(&BlockId::new(index as u32)));
-                require(filling, 3, || format!("block {index} waits for tokens that no plan computes"))?;
+                require(is_filled[index], 3, || format!("block {index} waits for tokens that no plan computes"))?;
             }
         }
         Ok(())
@@ -246,15 +261,19 @@ impl KVCacheManager {
         let mut position = vec![usize::MAX; pool.blocks.len()];
         pool.cached.iter(&pool.blocks).enumerate().for_each(|(at, block)| position[block.index()] = at);
         for group in 0..self.groups.len() as u8 {
-            let in_group = |&block: &BlockId| pool.blocks[block.index()].group == group;
-            let places = |node| {
-                pool.prefixes.blocks_of(&pool.blocks, node).filter(in_group).map(|block| position[block.index()])
-            };
+            // Of each node, the places of its last block and of its last evictable one, counted from 1.
+            let mut goes_last = vec![(0, 0); pool.prefixes.num_ids()];
+            let on_node = pool.blocks.iter().zip(&position).filter(|(record, _)| record.node != NO_NODE);
+            for (record, &at) in on_node.filter(|(record, _)| record.group == group) {
+                let (last, last_evictable) = &mut goes_last[record.node.index()];
+                *last = at.saturating_add(1).max(*last);
+                *last_evictable = if at == usize::MAX { *last_evictable } else { (at + 1).max(*last_evictable) };
+            }
             for (node, _) in pool.prefixes.live_nodes() {
                 let Some(parent) = pool.before_in_group(node, group) else { continue };
-                let last = places(node).filter(|&at| at != usize::MAX).max();
-                let Some(last) = last.filter(|_| pool.prefixes.node(parent).parent != NO_NODE) else { continue };
-                let kept = places(parent).max().is_some_and(|parent_last| parent_last > last);
+                let last = goes_last[node.index()].1;
+                let is_first = pool.prefixes.node(parent).parent == NO_NODE;
+                let kept = is_first || last == 0 || goes_last[parent.index()].0 > last;
                 require(kept, 7, || format!("the parent of node {} is evicted before it", node.0))?;
             }
         }
@@ -264,24 +283,24 @@ impl KVCacheManager {
     /// Every node is found under its own key, and children are counted right.
     fn tree_is_consistent(&self) -> Check {
         let prefixes = &self.pool.prefixes;
-        let mut children = std::collections::BTreeMap::<u32, u32>::new();
+        let mut children = vec![0; prefixes.num_ids()];
         for sequence in self.live() {
-            *children.entry(sequence.root.0).or_default() += 1;
+            children[sequence.root.index()] += 1;
             if self.holds_paths {
-                *children.entry(sequence.path.0).or_default() += 1;
+                children[sequence.path.index()] += 1;
             }
         }
         let mut count = 0;
         for (node, record) in prefixes.live_nodes() {
             count += 1;
             if record.parent != NO_NODE {
-                *children.entry(record.parent.0).or_default() += 1;
+                children[record.parent.index()] += 1;
             }
             require(prefixes.is_found(node), 3, || format!("node {} cannot be found", node.0))?;
         }
         require(count == prefixes.num_nodes(), 3, || format!("{count} nodes live, {} are kept", prefixes.num_nodes()))?;
         for (node, record) in prefixes.live_nodes() {
-            let counted = children.get(&node.0).copied().unwrap_or(0);
+            let counted = children[node.index()];
             require(record.num_children == counted, 3, || {
                 format!("node {} counts {} children of {counted}", node.0, record.num_children)
             })?;

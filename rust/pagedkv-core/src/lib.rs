@@ -36,6 +36,7 @@ mod cache_layout;
 pub mod chain_hash;
 pub mod config;
 mod error;
+pub mod events;
 mod eviction;
 mod expiry;
 mod extra_keys;
@@ -45,7 +46,9 @@ mod invariants;
 pub mod kv_cache_manager;
 mod prefix_cache;
 mod prefix_node;
+mod residency;
 pub mod scheduler;
+pub mod stats;
 pub mod step_plan;
 
 pub use block_list::BlockState;
@@ -54,12 +57,15 @@ pub use cache_layout::{CacheLayout, TableSpec};
 pub use chain_hash::{BlockHash, ChainHasher, ExtraKey, HashAlgorithm, LoraName};
 pub use config::{CacheConfig, EvictionPolicy, GroupSpec, Policy, Retention, SchedulerConfig};
 pub use error::{Error, Result};
+pub use events::{BlockRemoved, BlockStored, EventConfig, KVCacheEvent, KVCacheSnapshot, KVEventBatch};
 pub use identity::{Identity, ImageSpan, RootKey};
 pub use ids::{BlockId, Handle, NULL_BLOCK, PlanId, SequenceId};
 pub use invariants::BrokenLaw;
 pub use kv_cache_manager::{AllocatedSlots, BlockCopy, ComputedBlocks, KVCacheManager, PinId};
+pub use residency::ResidencyStats;
 pub use scheduler::{
-    Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Reason, Scheduler, Snapshot,
-    StepResult,
+    Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Reason, RequestStats,
+    RequestTotals, Scheduler, SchedulerStats, Snapshot, StepResult, TenantName,
 };
+pub use stats::{Histogram, PrefixCacheStats};
 pub use step_plan::{Change, Changes, StepPlan};

@@ -121,9 +121,44 @@ impl PrefixCache {
         self.births.as_ref().map_or(0, |births| births[node.index()])
     }
 
+    /// Ids that were given to nodes, those of removed ones included: every id is below.
+    pub(crate) fn num_ids(&self) -> usize {
+        self.nodes.len()
+    }
+
     /// Nodes in use, roots included.
     pub(crate) fn num_nodes(&self) -> usize {
         self.nodes.len() - 1 - self.free_nodes.len()
+    }
+
+    pub(crate) fn block_size(&self) -> u32 {
+        self.block_size as u32
+    }
+
+    /// The key of a root of the present tree.
+    pub(crate) fn root_key(&self, root: NodeId) -> &RootKey {
+        self.root_keys.get(&root.0).expect("a root of the present tree has a key")
+    }
+
+    /// The extra key of a node's block; empty for plain text.
+    pub(crate) fn extra_key(&self, node: NodeId) -> &[u8] {
+        self.extras.key(self.node(node).extra)
+    }
+
+    /// Whether something of an adapter is cached, or a sequence of it lives.
+    pub(crate) fn knows_lora(&self, lora_id: i64) -> bool {
+        self.roots.keys().any(|key| key.lora_id == Some(lora_id))
+    }
+
+    /// The path from the root, which is left out, to `node`, as far as it is not marked; it is then.
+    pub(crate) fn unvisited_path(&self, mut node: NodeId, is_visited: &mut [bool]) -> Vec<NodeId> {
+        let mut path = Vec::new();
+        while self.node(node).parent != NO_NODE && !std::mem::replace(&mut is_visited[node.index()], true) {
+            path.push(node);
+            node = self.node(node).parent;
+        }
+        path.reverse();
+        path
     }
 
     /// The root for `key` in this generation, if something starts from it.

@@ -84,8 +84,8 @@ pub(crate) fn chain_hashes<'py>(
     let lora = lora(lora_name, lora_path)?;
     let identity = identity(lora_id, cache_salt, image_spans)?;
     let mut hasher = ChainHasher::new(algorithm.parse::<HashAlgorithm>().map_err(to_py_err)?, seed);
-    let hashes = py.detach(|| hasher.chain_hashes(&tokens, block_size, &identity, lora.as_ref()));
-    hash_list(py, &hashes.map_err(to_py_err)?, external)
+    let chain = py.detach(|| hasher.chain_hashes(&tokens, block_size, &identity, lora.as_ref()));
+    hash_list(py, &chain.map_err(to_py_err)?, external)
 }
 
 fn lora(name: Option<String>, path: Option<String>) -> PyResult<Option<LoraName>> {

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use pagedkv_core::EventConfig;
+use pagedkv_core::chain_hash::DEFAULT_CHAIN_SEED;
 use pagedkv_core::config as core;
+use pagedkv_core::events::DEFAULT_MAX_PENDING_EVENTS;
 use pagedkv_core::{CacheConfig as CoreCache, CacheLayout, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
 use pyo3::prelude::*;
 
@@ -125,6 +128,14 @@ impl GroupSpec {
 ///     Seed of the prefix hashes.
 /// enable_prefix_caching : bool
 ///     Whether prefixes are cached at all.
+/// kv_cache_metrics_sample : float
+///     Share of the blocks that are watched for the time that they hold what they hold; 0 for none.
+/// enable_kv_cache_events : bool
+///     Whether `take_events` tells what can be hit. Without, no chained hash is computed.
+/// event_hash, event_hash_seed : str
+///     Algorithm and seed of the chained hashes in events, as in `chain_hashes`.
+/// max_pending_events : int
+///     Blocks that events which nobody took may speak of; beyond, they are dropped and the next batch tells everything.
 /// groups : sequence of GroupSpec
 ///     Cache groups, every layer in one of them; none for bookkeeping alone.
 /// num_layer_slots : int, optional
@@ -145,8 +156,10 @@ pub(crate) struct CacheConfig(pub(crate) CoreCache, CacheLayout);
 impl CacheConfig {
     #[new]
     #[pyo3(signature = (
-        num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true, groups=Vec::new(),
-        num_layer_slots=None, eviction_policy="lru", pin_quota_bytes=0, pin_quota_blocks=0,
+        num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true,
+        kv_cache_metrics_sample=0.0, groups=Vec::new(), num_layer_slots=None, eviction_policy="lru", pin_quota_bytes=0,
+        pin_quota_blocks=0, enable_kv_cache_events=false, event_hash="sha256_cbor", event_hash_seed=DEFAULT_CHAIN_SEED,
+        max_pending_events=DEFAULT_MAX_PENDING_EVENTS,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -154,12 +167,22 @@ impl CacheConfig {
         block_size: u32,
         hash_seed: u64,
         enable_prefix_caching: bool,
+        kv_cache_metrics_sample: f64,
         groups: Vec<GroupSpec>,
         num_layer_slots: Option<u32>,
         eviction_policy: &str,
         pin_quota_bytes: u64,
         pin_quota_blocks: u32,
+        enable_kv_cache_events: bool,
+        event_hash: &str,
+        event_hash_seed: &str,
+        max_pending_events: u32,
     ) -> PyResult<Self> {
+        let events = EventConfig {
+            algorithm: event_hash.parse().map_err(to_py_err)?,
+            seed: event_hash_seed.to_owned(),
+            max_pending: max_pending_events,
+        };
         let mut config = CoreCache {
             num_blocks,
             block_size,
@@ -169,6 +192,8 @@ impl CacheConfig {
             num_layer_slots,
             eviction_policy: eviction_policy.parse().map_err(to_py_err)?,
             pin_quota_blocks,
+            residency_sampling: every(kv_cache_metrics_sample)?,
+            events: enable_kv_cache_events.then_some(events),
         };
         if pin_quota_bytes > 0 {
             let block_bytes = config.layout().map_err(to_py_err)?.block_bytes();
@@ -211,6 +236,16 @@ impl CacheConfig {
     #[getter]
     fn pin_quota_blocks(&self) -> u32 {
         self.0.pin_quota_blocks
+    }
+
+    #[getter]
+    fn enable_kv_cache_events(&self) -> bool {
+        self.0.events.is_some()
+    }
+
+    #[getter]
+    fn kv_cache_metrics_sample(&self) -> f64 {
+        if self.0.residency_sampling == 0 { 0.0 } else { 1.0 / f64::from(self.0.residency_sampling) }
     }
 
     /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.
@@ -259,6 +294,17 @@ impl CacheConfig {
         let groups: Vec<String> = self.groups().iter().map(GroupSpec::__repr__).collect();
         let groups = if groups.is_empty() { String::new() } else { format!(", groups=[{}]", groups.join(", ")) };
         format!("CacheConfig(num_blocks={num_blocks}, block_size={block_size}, hash_seed={hash_seed}{groups})")
+    }
+}
+
+/// Every how-many-eth block makes up a share of all.
+fn every(share: f64) -> PyResult<u32> {
+    if share == 0.0 {
+        Ok(0)
+    } else if (1e-9..=1.0).contains(&share) {
+        Ok((1.0 / share).round() as u32)
+    } else {
+        Err(invalid("kv_cache_metrics_sample", "a share from 0 to 1", &share.to_string()))
     }
 }
 

@@ -1,11 +1,15 @@
 //! One lock around one object of the core, taken once per call; a panic under it poisons the object for good.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 
 use pyo3::prelude::*;
 
+use pagedkv_core::BrokenLaw;
+
 use crate::errors::internal;
+
+const POISONED: &str = "an earlier call found a broken law: this object is not usable any more";
 
 /// An object of the core behind its lock.
 pub(crate) struct Guarded<T>(Mutex<T>);
@@ -24,9 +28,23 @@ impl<T: Send> Guarded<T> {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.0.lock().map(|mut object| call(&mut object)).ok()));
         match outcome {
             Ok(Some(result)) => Ok(result),
-            Ok(None) => Err(internal("an earlier call found a broken law: this object is not usable any more")),
+            Ok(None) => Err(internal(POISONED)),
             Err(panic) => Err(internal(panic_text(panic.as_ref()))),
         }
+    }
+
+    /// Refuses a call that does not take the lock if an earlier one found a broken law.
+    pub(crate) fn check_usable(&self) -> PyResult<()> {
+        if self.0.is_poisoned() { Err(internal(POISONED)) } else { Ok(()) }
+    }
+
+    /// Runs an audit of the object; a law that it finds broken ends the object's life like a panic.
+    pub(crate) fn audit(&self, audit: impl FnOnce(&T) -> Result<(), BrokenLaw>) -> PyResult<()> {
+        self.with(|object| {
+            if let Err(broken) = audit(object) {
+                resume_unwind(Box::new(broken.to_string()));
+            }
+        })
     }
 }
 

@@ -10,6 +10,7 @@ mod config;
 mod cpu_ops;
 mod dlpack;
 mod errors;
+mod events;
 mod eviction;
 mod guard;
 mod manager;
@@ -19,6 +20,7 @@ mod pool;
 mod result;
 mod scheduler;
 mod sim;
+mod stats;
 
 #[pymodule]
 mod _core {
@@ -45,6 +47,11 @@ mod _core {
     use crate::result::{FinishedRequest, StepResult};
     #[pymodule_export]
     use crate::scheduler::Scheduler;
+
+    #[pymodule_export]
+    use crate::events::{AllBlocksCleared, BlockRemoved, BlockStored, KVCacheSnapshot, KVEventBatch};
+    #[pymodule_export]
+    use crate::stats::{Histogram, PrefixCacheStats, RequestStats, RequestTotals, SchedulerStats};
 
     #[pymodule_export]
     use crate::sim::{SaturatedReplay, read_lengths, replay_saturated};

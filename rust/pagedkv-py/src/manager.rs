@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use numpy::PyArray1;
-use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, PlanId, SequenceId};
+use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, LoraName, PlanId, SequenceId};
 use pyo3::prelude::*;
 
 use crate::arrays::{array, ids};
 use crate::config::CacheConfig;
-use crate::errors::{internal, to_py_err};
+use crate::errors::to_py_err;
+use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::guard::Guarded;
 use crate::scheduler::{Span, counts, identity};
 
@@ -177,6 +178,32 @@ impl KVCacheManager {
         Ok(array(py, counts))
     }
 
+    /// Take the events of the prefix cache since the last call.
+    ///
+    /// Returns
+    /// -------
+    /// KVEventBatch
+    ///
+    /// Raises
+    /// ------
+    /// UnsupportedError
+    ///     Without `CacheConfig(enable_kv_cache_events=True)`.
+    fn take_events(&self, py: Python<'_>) -> PyResult<KVEventBatch> {
+        let batch = self.0.with(Core::take_events)?.map_err(to_py_err)?;
+        KVEventBatch::new(py, batch)
+    }
+
+    /// Everything that can be hit, as events, for who joins late; O(pool).
+    fn event_snapshot(&self, py: Python<'_>) -> PyResult<KVCacheSnapshot> {
+        let snapshot = self.0.with(Core::event_snapshot)?.map_err(to_py_err)?;
+        KVCacheSnapshot::new(py, snapshot)
+    }
+
+    /// Say what an adapter is called in events and in their hashes, before it is first used.
+    fn name_lora(&self, lora_id: i64, name: String, path: String) -> PyResult<()> {
+        self.0.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
+    }
+
     /// Forget every cached prefix.
     fn reset_prefix_cache(&self) -> PyResult<()> {
         self.0.with(Core::reset_prefix_cache)
@@ -196,7 +223,12 @@ impl KVCacheManager {
 
     /// Check every law of the bookkeeping; O(pool). Raises InternalError.
     fn check_integrity(&self) -> PyResult<()> {
-        self.0.with(|core| core.check_integrity())?.map_err(|broken| internal(&broken.to_string()))
+        self.0.audit(Core::check_integrity)
+    }
+
+    /// For tests: makes the bookkeeping wrong, so that an audit finds it.
+    fn _break_a_law(&self) -> PyResult<()> {
+        self.0.with(Core::break_a_law)
     }
 }
 

@@ -70,6 +70,16 @@ impl BlockPool {
         Ok(array(py, counts.map_err(to_py_err)?))
     }
 
+    /// Check every law of the pool; O(pool). Raises InternalError.
+    fn check_integrity(&self) -> PyResult<()> {
+        self.0.audit(Core::check_integrity)
+    }
+
+    /// For tests: makes the bookkeeping wrong, so that an audit finds it.
+    fn _break_a_law(&self) -> PyResult<()> {
+        self.0.with(Core::break_a_law)
+    }
+
     /// Blocks of the pool, the null block included.
     #[getter]
     fn num_blocks(&self) -> PyResult<u32> {

@@ -5,6 +5,7 @@ use pagedkv_core::StepResult as CoreResult;
 use pyo3::prelude::*;
 
 use crate::arrays::array;
+use crate::stats::RequestStats;
 
 /// What a commit did: four arrays with one entry per sample that got tokens, and lists of what changed state.
 ///
@@ -75,6 +76,12 @@ impl FinishedRequest {
     #[getter]
     fn num_preemptions(&self) -> u32 {
         self.0.num_preemptions
+    }
+
+    /// All that was counted of it.
+    #[getter]
+    fn stats(&self) -> RequestStats {
+        self.0.stats.into()
     }
 
     fn __repr__(&self) -> String {

@@ -4,18 +4,20 @@ use std::sync::Arc;
 
 use numpy::PyArray1;
 use pagedkv_core::Policy;
-use pagedkv_core::{BlockId, Handle, Identity, ImageSpan, Inbox, NewRequest, RootKey, Scheduler as Core};
+use pagedkv_core::{BlockId, Handle, Identity, ImageSpan, Inbox, LoraName, NewRequest, RootKey, Scheduler as Core};
 use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::errors::{internal, invalid, to_py_err};
+use crate::errors::{invalid, to_py_err};
+use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::eviction::retention;
 use crate::guard::Guarded;
 use crate::plan::StepPlan;
 use crate::policy::ask;
 use crate::result::StepResult;
+use crate::stats::{RequestStats, SchedulerStats};
 
 /// A span of prompt positions that stand for an image: start, length, digest.
 pub(crate) type Span = (u32, u32, Vec<u8>);
@@ -69,6 +71,17 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
 
 fn monotonic(py: Python<'_>) -> PyResult<f64> {
     py.import(intern!(py, "time"))?.call_method0(intern!(py, "monotonic"))?.extract()
+}
+
+impl Scheduler {
+    /// Runs a step at a time.
+    fn at<R>(
+        &self,
+        now: f64,
+        call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>,
+    ) -> PyResult<pagedkv_core::Result<R>> {
+        self.core.with(|core| core.advance(now).and_then(|()| call(core)))
+    }
 }
 
 #[pymethods]
@@ -130,7 +143,7 @@ impl Scheduler {
     /// num_external_tokens, session
     ///     Refused by name when set.
     /// now : float, optional
-    ///     Arrival in seconds, by default of `time.monotonic()`. Only policies of the caller's look at it.
+    ///     Arrival in seconds, by default of `time.monotonic()`. Statistics and policies of the caller's look at it.
     ///
     /// Returns
     /// -------
@@ -189,6 +202,7 @@ impl Scheduler {
             needs_commit,
             session,
         };
+        self.core.check_usable()?;
         self.inbox.add_request(request).map(Handle::get).map_err(to_py_err)
     }
 
@@ -197,6 +211,7 @@ impl Scheduler {
     /// The id of a request that is aborted as a whole may be used again at once.
     #[pyo3(signature = (handle, sequence=None))]
     fn abort(&self, handle: i64, sequence: Option<u32>) -> PyResult<()> {
+        self.core.check_usable()?;
         self.inbox.abort(Handle::new(handle), sequence).map_err(to_py_err)
     }
 
@@ -206,6 +221,11 @@ impl Scheduler {
     }
 
     /// Make the next plan.
+    ///
+    /// Parameters
+    /// ----------
+    /// now : float, optional
+    ///     The time in seconds, by default of `time.monotonic()`. Earlier than before counts as no later.
     ///
     /// Returns
     /// -------
@@ -220,13 +240,15 @@ impl Scheduler {
     /// Notes
     /// -----
     /// Cost: O(sequences + tokens + changed table entries); it does not depend on the length of running contexts.
-    fn schedule(&self, py: Python<'_>) -> PyResult<StepPlan> {
+    #[pyo3(signature = (*, now=None))]
+    fn schedule(&self, py: Python<'_>, now: Option<f64>) -> PyResult<StepPlan> {
+        let now = now.map_or_else(|| monotonic(py), Ok)?;
         let plan = match &self.policy {
             Some(policy) => {
                 let (handles, keys) = ask(&self.core, policy.bind(py))?;
-                self.core.with(|core| core.schedule_by(&handles, &keys))?
+                self.at(now, |core| core.schedule_by(&handles, &keys))?
             }
-            None => self.core.with(Core::schedule)?,
+            None => self.at(now, Core::schedule)?,
         };
         let plan = plan.map_err(to_py_err)?;
         Ok(StepPlan::new(plan, &self.core))
@@ -249,6 +271,8 @@ impl Scheduler {
     /// accepted : array of int32 or int64, shape (N, k), optional
     ///     For draft trees, in the shape of `tokens`: the guesses that were accepted, by their numbers in the plan and from
     ///     the root on, padded with -1.
+    /// now : float, optional
+    ///     As in `schedule`.
     ///
     /// Returns
     /// -------
@@ -260,14 +284,17 @@ impl Scheduler {
     ///     If the plan is not the oldest in flight.
     /// InvalidArgumentError
     ///     For another number of tokens than samples, or a negative token.
-    #[pyo3(signature = (plan, tokens, parents=None, accepted=None))]
+    #[pyo3(signature = (plan, tokens, parents=None, accepted=None, *, now=None))]
     fn commit(
         &self,
+        py: Python<'_>,
         plan: &StepPlan,
         tokens: &Bound<'_, PyAny>,
         parents: Option<&Bound<'_, PyAny>>,
         accepted: Option<&Bound<'_, PyAny>>,
+        now: Option<f64>,
     ) -> PyResult<StepResult> {
+        let now = now.map_or_else(|| monotonic(py), Ok)?;
         let id = plan.id_for(&self.core)?;
         let result = if let Some(accepted) = accepted {
             if let Some(parents) = parents {
@@ -282,15 +309,15 @@ impl Scheduler {
             if path_width != width {
                 return Err(invalid("accepted", &format!("rows of {width}, as tokens has"), &path_width.to_string()));
             }
-            self.core.with(|core| core.commit_trees(id, &rows, &accepted, width))?
+            self.at(now, |core| core.commit_trees(id, &rows, &accepted, width))?
         } else if let Some(parents) = parents {
             let (tokens, parents) = (ids("tokens", tokens)?, ids("parents", parents)?);
-            self.core.with(|core| core.commit_beams(id, &tokens, &parents))?
+            self.at(now, |core| core.commit_beams(id, &tokens, &parents))?
         } else if let Some((rows, width)) = rows("tokens", tokens)? {
-            self.core.with(|core| core.commit_drafts(id, &rows, width))?
+            self.at(now, |core| core.commit_drafts(id, &rows, width))?
         } else {
             let tokens = ids("tokens", tokens)?;
-            self.core.with(|core| core.commit(id, &tokens))?
+            self.at(now, |core| core.commit(id, &tokens))?
         };
         result.map(StepResult).map_err(to_py_err)
     }
@@ -337,13 +364,13 @@ impl Scheduler {
     }
 
     /// Whether a request that was added has not ended.
-    fn has_unfinished_requests(&self) -> bool {
-        self.inbox.num_unfinished_requests() > 0
+    fn has_unfinished_requests(&self) -> PyResult<bool> {
+        self.core.check_usable().map(|()| self.inbox.num_unfinished_requests() > 0)
     }
 
     /// Requests that were added and have not ended.
-    fn num_unfinished_requests(&self) -> usize {
-        self.inbox.num_unfinished_requests()
+    fn num_unfinished_requests(&self) -> PyResult<usize> {
+        self.core.check_usable().map(|()| self.inbox.num_unfinished_requests())
     }
 
     /// Requests with seats, and requests that wait for them.
@@ -397,6 +424,52 @@ impl Scheduler {
         self.core.with(|core| core.num_preemptions())
     }
 
+    /// The scheduler in figures.
+    ///
+    /// Notes
+    /// -----
+    /// Cost: O(live requests + tenants).
+    fn stats(&self) -> PyResult<SchedulerStats> {
+        self.core.with(|core| core.stats()).map(SchedulerStats)
+    }
+
+    /// A live request in figures. Those of one that ended are in `StepResult.finished`.
+    ///
+    /// Raises
+    /// ------
+    /// UnknownIdError
+    ///     For a request that has ended, or that no `schedule` or `commit` has taken up yet.
+    fn request_stats(&self, handle: i64) -> PyResult<RequestStats> {
+        let stats = self.core.with(|core| core.request_stats(Handle::new(handle)))?;
+        stats.map(Into::into).map_err(to_py_err)
+    }
+
+    /// Take the events of the prefix cache since the last call.
+    ///
+    /// Returns
+    /// -------
+    /// KVEventBatch
+    ///
+    /// Raises
+    /// ------
+    /// UnsupportedError
+    ///     Without `CacheConfig(enable_kv_cache_events=True)`.
+    fn take_events(&self, py: Python<'_>) -> PyResult<KVEventBatch> {
+        let batch = self.core.with(Core::take_events)?.map_err(to_py_err)?;
+        KVEventBatch::new(py, batch)
+    }
+
+    /// Everything that can be hit, as events, for who joins late; O(pool).
+    fn event_snapshot(&self, py: Python<'_>) -> PyResult<KVCacheSnapshot> {
+        let snapshot = self.core.with(Core::event_snapshot)?.map_err(to_py_err)?;
+        KVCacheSnapshot::new(py, snapshot)
+    }
+
+    /// Say what an adapter is called in events and in their hashes, before it is first used.
+    fn name_lora(&self, lora_id: i64, name: String, path: String) -> PyResult<()> {
+        self.core.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
+    }
+
     /// Forget every cached prefix, after new weights say.
     fn reset_prefix_cache(&self) -> PyResult<()> {
         self.core.with(Core::reset_prefix_cache)
@@ -409,7 +482,12 @@ impl Scheduler {
     /// InternalError
     ///     Naming the first law that does not hold.
     fn check_integrity(&self) -> PyResult<()> {
-        self.core.with(|core| core.check_integrity())?.map_err(|broken| internal(&broken.to_string()))
+        self.core.audit(Core::check_integrity)
+    }
+
+    /// For tests: makes the bookkeeping wrong, so that an audit finds it.
+    fn _break_a_law(&self) -> PyResult<()> {
+        self.core.with(Core::break_a_law)
     }
 }
 

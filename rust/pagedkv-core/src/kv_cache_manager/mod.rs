@@ -21,8 +21,10 @@ use smallvec::SmallVec;
 
 use crate::block_pool::BlockPool;
 use crate::cache_layout::TableSpec;
+use crate::chain_hash::LoraName;
 use crate::config::{CacheConfig, EvictionPolicy, Retention};
 use crate::error::{Error, Result, invalid, invalid_element};
+use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NULL_BLOCK, NodeId, PlanId, SequenceId};
 pub(crate) use matching::Match;
@@ -167,8 +169,8 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// Lets time pass, in the caller's seconds: priorities of cached blocks that were to hold until then fall. Time that
-    /// goes back is ignored.
+    /// The time of the calls that follow, in the caller's seconds: priorities of cached blocks that were to hold until then
+    /// fall. Time that goes back is ignored.
     ///
     /// # Complexity
     /// O(log blocks) per priority that falls.
@@ -293,6 +295,39 @@ impl KVCacheManager {
     /// [`Error::UnknownSequence`].
     pub fn num_computed_tokens(&self, sequence: SequenceId) -> Result<u32> {
         self.find(sequence).map(|index| self.sequences[index].num_computed)
+    }
+
+    /// Takes the events of the prefix cache since the last call. See [`crate::events`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where [`CacheConfig::events`] is off.
+    pub fn take_events(&mut self) -> Result<KVEventBatch> {
+        self.pool.take_events()
+    }
+
+    /// Everything that can be hit, as events, for who joins late.
+    ///
+    /// # Errors
+    /// As [`Self::take_events`].
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub fn event_snapshot(&mut self) -> Result<KVCacheSnapshot> {
+        self.pool.event_snapshot()
+    }
+
+    /// Says what an adapter is called in events and in their hashes.
+    ///
+    /// # Errors
+    /// As [`Self::take_events`]; [`Error::InvalidArgument`] for an adapter of which something is cached or in use.
+    pub fn name_lora(&mut self, lora_id: i64, name: LoraName) -> Result<()> {
+        self.pool.name_lora(lora_id, name)
+    }
+
+    /// Makes the bookkeeping wrong, for tests of what follows from that.
+    #[doc(hidden)]
+    pub fn break_a_law(&mut self) {
+        self.pool.break_a_law();
     }
 
     /// Sequences that live; pins are not among them.

@@ -100,7 +100,7 @@ pub(crate) struct Sequence {
     /// Accepted guesses that the next plan moves to their places.
     pub(super) moves: Option<Box<Moves>>,
     /// Whether the sequence reads and feeds the prefix cache.
-    pub(super) uses_cache: bool,
+    pub(crate) uses_cache: bool,
     pub(super) identity: Arc<Identity>,
     /// How its blocks are to be kept in the cache.
     pub(crate) retention: Option<Retention>,

@@ -64,8 +64,13 @@ impl Scheduler {
         let leader = self.request(slot).leader();
         self.take_seats(slot, leader, stage);
         self.request_mut(slot).stage = stage;
+        let sequence = self.manager.sequence(index);
+        let num_queried = if sequence.uses_cache { want.target - sequence.num_scheduled } else { 0 };
         self.extend(pass, slot, leader, num_new, want, hits);
-        pass.record.entries.last_mut().expect("the admission was just added").is_admission = true;
+        let entry = pass.record.entries.last_mut().expect("the admission was just added");
+        (entry.is_admission, entry.num_queried) = (true, num_queried);
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        self.recorder.admitted(request, num_queried);
         pass.claimed += others + self.blocks_to_come(index, want.target);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true

@@ -56,6 +56,7 @@ impl Scheduler {
         }
         report(parents, &drawn, &children, &outcome, &mut result);
         self.announce_departures();
+        self.recorder.ignored(result.num_ignored);
         self.seats.plans_ended(self.plans.front().map(|record| record.id));
         record.clear();
         self.spare_plans.push(record);
@@ -163,11 +164,14 @@ impl Scheduler {
             let (going_on, ending): (Vec<usize>, Vec<usize>) = children[parent.index]
                 .iter()
                 .partition(|&&token| request.reason_for(parent.sample, tokens[token]).is_none());
+            let num_tokens = children[parent.index].len();
             for (nth, &token) in ending.iter().enumerate() {
                 let reason = request.reason_for(parent.sample, tokens[token]).expect("the token ends its sample");
                 let own = if nth == 0 && going_on.is_empty() { parent.sample as i32 } else { -1 };
                 outcome[token] = Some((own, reason as i8));
             }
+            let request = self.requests[parent.slot as usize].as_mut().expect("a slot in use has a request");
+            self.recorder.generated(request, num_tokens);
             match (going_on.is_empty(), ending.first()) {
                 (true, Some(&token)) => ended.push((*parent, Some(token))),
                 (true, None) => ended.push((*parent, None)),
@@ -284,6 +288,8 @@ impl Scheduler {
             request.num_in_flight -= 1;
             request.num_cached_tokens -= if request.num_preemptions == 0 { entry.num_hit_tokens } else { 0 };
             pass.budget += entry.end - entry.start;
+            let request = self.requests[entry.slot as usize].as_ref().expect("a slot in use has a request");
+            self.recorder.hit_undone(request, &entry);
         }
         pass.record.cells.truncate(mark.cells);
         pass.copies.truncate(mark.copies);

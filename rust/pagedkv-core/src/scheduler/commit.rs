@@ -3,6 +3,7 @@
 use super::drafts::tokens_of;
 use super::pass::Entry;
 use super::request::{FinishReason, Stage};
+use super::stats::RequestStats;
 use super::{Cell, InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::ids::{Handle, PlanId};
@@ -28,7 +29,7 @@ pub struct StepResult {
 }
 
 /// A request whose last sample ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct FinishedRequest {
     /// Its handle, which names nothing any more, unless it is a session.
     pub handle: Handle,
@@ -38,6 +39,8 @@ pub struct FinishedRequest {
     pub num_cached_tokens: u32,
     /// How often it lost its blocks.
     pub num_preemptions: u32,
+    /// All that was counted of it.
+    pub stats: RequestStats,
 }
 
 /// A sample that became a sequence of its own.
@@ -125,6 +128,7 @@ impl Scheduler {
             }
         }
         self.announce_departures();
+        self.recorder.ignored(result.num_ignored);
         self.seats.plans_ended(self.plans.front().map(|record| record.id));
         record.clear();
         self.spare_plans.push(record);
@@ -197,6 +201,8 @@ impl Scheduler {
         }
         tokens[..num_taken as usize].iter().for_each(|&token| self.manager.append_token(index, token));
         result.num_ignored += ignored - num_taken;
+        let request = self.requests[entry.slot as usize].as_mut().expect("a slot in use has a request");
+        self.recorder.generated(request, num_taken as usize);
         result.push(entry.handle, sample as i32, num_taken as i32, reason.map_or(0, |reason| reason as i8));
         if let Some(reason) = reason {
             self.end(entry.slot, sample, reason, result);
@@ -211,6 +217,7 @@ impl Scheduler {
                 request_id: request.id.to_string(),
                 num_cached_tokens: request.num_cached_tokens,
                 num_preemptions: request.num_preemptions,
+                stats: self.stats_of(request),
             });
         }
         self.finish_sample(slot, sample, reason);

@@ -31,6 +31,7 @@ mod room;
 mod seats;
 mod sessions;
 mod snapshot;
+mod stats;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -39,8 +40,10 @@ use hashbrown::HashMap;
 
 use smallvec::SmallVec;
 
+use crate::chain_hash::LoraName;
 use crate::config::{CacheConfig, Policy, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
+use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::identity::Identity;
 use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
@@ -60,6 +63,8 @@ use request::{Request, Stage};
 use room::most_blocks;
 use seats::Seats;
 pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
+use stats::Recorder;
+pub use stats::{MAX_TENANT_STATS, RequestStats, RequestTotals, SchedulerStats, TenantName};
 
 /// Outputs for which a sequence makes room at once.
 const MAX_RESERVED_TOKENS: u32 = 256;
@@ -140,6 +145,7 @@ pub struct Scheduler {
     buffers: BufferPool,
     hits: ComputedBlocks,
     num_preemptions: u64,
+    recorder: Recorder,
 }
 
 impl Scheduler {
@@ -184,6 +190,7 @@ impl Scheduler {
             buffers: BufferPool::default(),
             hits: ComputedBlocks::default(),
             num_preemptions: 0,
+            recorder: Recorder::new(),
         })
     }
 
@@ -267,11 +274,6 @@ impl Scheduler {
         &self.manager
     }
 
-    /// Lets time pass for cached blocks whose priority holds for a time. See [`KVCacheManager::advance`].
-    pub fn advance(&mut self, now: f64) {
-        self.manager.advance(now);
-    }
-
     /// Forgets every cached prefix. See [`KVCacheManager::reset_prefix_cache`].
     pub fn reset_prefix_cache(&mut self) {
         self.manager.reset_prefix_cache();
@@ -336,10 +338,12 @@ impl Scheduler {
     pub fn check_integrity(&self) -> std::result::Result<(), BrokenLaw> {
         self.manager.check_integrity()?;
         let broken = |what: String| Err(BrokenLaw { law: 5, what });
+        let mut is_running = vec![false; self.requests.len()];
+        self.running.iter().for_each(|&slot| is_running[slot as usize] = true);
         let mut sequences = 0;
         for (slot, request) in self.requests.iter().enumerate() {
             let Some(request) = request else { continue };
-            self.check_request(slot as u32, request)?;
+            self.check_request(slot as u32, request, is_running[slot])?;
             sequences += request.samples.iter().filter(|sample| sample.sequence != request::NONE).count();
         }
         let num_keepers = self.requests.iter().flatten().filter(|request| request.is_keeper).count();
@@ -356,9 +360,8 @@ impl Scheduler {
     }
 
     /// A request is in exactly one place, and its samples have the seats and sequences that belong to it there.
-    fn check_request(&self, slot: u32, request: &Request) -> std::result::Result<(), BrokenLaw> {
+    fn check_request(&self, slot: u32, request: &Request, is_running: bool) -> std::result::Result<(), BrokenLaw> {
         let broken = |what: String| Err(BrokenLaw { law: 5, what });
-        let is_running = self.running.contains(&slot);
         let (waits, is_held) = (self.waiting.get(&request.order), self.held.get(&request.order));
         let (queue, other) = if request.is_held { (is_held, waits) } else { (waits, is_held) };
         let is_queued = queue == Some(&slot);
@@ -391,6 +394,39 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Takes the events of the prefix cache since the last call. See [`crate::events`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where [`CacheConfig::events`] is off.
+    pub fn take_events(&mut self) -> Result<KVEventBatch> {
+        self.manager.take_events()
+    }
+
+    /// Everything that can be hit, as events, for who joins late.
+    ///
+    /// # Errors
+    /// As [`Self::take_events`].
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub fn event_snapshot(&mut self) -> Result<KVCacheSnapshot> {
+        self.manager.event_snapshot()
+    }
+
+    /// Says what an adapter is called in events and in their hashes.
+    ///
+    /// # Errors
+    /// As [`Self::take_events`]; [`Error::InvalidArgument`] for an adapter of which something is cached or in use.
+    pub fn name_lora(&mut self, lora_id: i64, name: LoraName) -> Result<()> {
+        self.manager.name_lora(lora_id, name)
+    }
+
+    /// Makes the bookkeeping wrong, for tests of what follows from that.
+    #[doc(hidden)]
+    pub fn break_a_law(&mut self) {
+        self.manager.break_a_law();
+    }
+
     fn drain_inbox(&mut self) {
         let mut commands = std::mem::take(&mut self.commands);
         self.inbox.drain(&mut commands);
@@ -407,6 +443,7 @@ impl Scheduler {
         let slot = self.vacant.pop().unwrap_or(self.requests.len() as u32);
         let num_tokens = request.prompt_len();
         self.arrive(&mut request, num_tokens);
+        self.recorder.arrived(&mut request);
         self.by_handle.insert(request.handle, slot);
         self.waiting.insert(request.order, slot);
         if request.due_at != u64::MAX {

@@ -28,6 +28,10 @@ pub(super) struct Entry {
     pub(super) drawn_before: (PlanId, u32),
     /// Tokens that came from the cache before `start`.
     pub(super) num_hit_tokens: u32,
+    /// Preemptions of the request before.
+    pub(super) num_preemptions: u32,
+    /// Tokens that an admission looked for in the cache; 0 if it did not look.
+    pub(super) num_queried: u32,
     /// Guesses among the positions that run; the last ones. Which, and whether they are no chain.
     pub(super) num_drafts: u32,
     pub(super) first_node: u32,
@@ -324,6 +328,7 @@ impl Scheduler {
         request.num_in_flight += 1;
         request.num_cached_tokens += if request.num_preemptions == 0 { hits.num_tokens() } else { 0 };
         request.last_plan = pass.record.id;
+        self.recorder.hit(request, hits.num_tokens());
         let seat = self.seats.seat(index);
         let epoch = self.manager.sequence(index).epoch;
         let cell = |group, column| Cell { sequence: index as u32, epoch, group, column };
@@ -354,6 +359,8 @@ impl Scheduler {
             first_sample: 0,
             drawn_before: request.samples[sample].drawn,
             num_hit_tokens: hits.num_tokens(),
+            num_preemptions: request.num_preemptions,
+            num_queried: 0,
             num_drafts: want.num_drafts,
             first_node: 0,
             is_tree: false,

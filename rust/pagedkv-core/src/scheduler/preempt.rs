@@ -126,6 +126,8 @@ impl Scheduler {
         request.samples.iter_mut().for_each(|sample| sample.drafts.clear());
         request.stage = Stage::Waiting;
         request.num_preemptions += 1;
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        self.recorder.preempted(request);
         self.set_keeper(slot, false);
         if is_running {
             self.leave_running(slot);
@@ -187,6 +189,8 @@ impl Scheduler {
         let leads_others = request.stage == Stage::Prompt && request.leader() == sample && request.num_live > 1;
         request.samples[sample].finish = Some(reason);
         request.num_live -= 1;
+        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        self.recorder.sample_finished(request, reason);
         if leads_others {
             self.hand_over(slot, sample);
         }
@@ -231,6 +235,8 @@ impl Scheduler {
 
     /// No sample of the request runs or waits any more: it rests if a session keeps some, else it is gone.
     fn request_is_over(&mut self, slot: u32) {
+        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        self.recorder.finished(request);
         self.leave_queues(slot);
         self.close_turn(slot);
         if self.request(slot).samples.iter().any(|sample| sample.is_kept) {

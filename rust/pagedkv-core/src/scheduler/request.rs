@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 use super::drafts::Drafts;
 use super::policy::{Order, RequestView};
 use super::room::blocks_at_the_longest;
+use super::stats::RequestRecord;
 use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
@@ -36,7 +37,7 @@ pub struct NewRequest {
     pub priority: i32,
     /// Whose share the request counts against under [`Policy::FairShare`].
     pub tenant: Option<String>,
-    /// When it arrived, in the caller's seconds; for the caller's own policies.
+    /// When it arrived, in the caller's seconds; for statistics and the caller's own policies.
     pub arrival: f64,
     /// Extra keys of the prefix.
     pub identity: Identity,
@@ -259,6 +260,7 @@ pub(super) struct Request {
     /// Prompt tokens that the first residence took from the cache.
     pub(super) num_cached_tokens: u32,
     pub(super) num_preemptions: u32,
+    pub(super) record: RequestRecord,
 }
 
 impl Request {
@@ -306,6 +308,7 @@ impl Request {
             matched: (u64::MAX, Match::default()),
             num_cached_tokens: 0,
             num_preemptions: 0,
+            record: RequestRecord::default(),
         }
     }
 

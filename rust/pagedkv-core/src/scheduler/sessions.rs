@@ -9,6 +9,7 @@
 use super::Scheduler;
 use super::request::{FinishReason, NONE, Stage};
 use super::room::blocks_at_the_longest;
+use super::stats::Recorder;
 use crate::config::SchedulerConfig;
 use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;
@@ -35,6 +36,8 @@ impl Scheduler {
             let request = self.request_mut(slot);
             request.stage = Stage::Waiting;
             (request.num_preemptions, request.num_cached_tokens, request.num_new_tokens) = (0, 0, 0);
+            let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+            self.recorder.arrived_again(request);
         } else {
             // It arrives once more, now with this sample too.
             self.leave_queues(slot);
@@ -164,6 +167,7 @@ impl Scheduler {
         let request = self.request_mut(slot);
         request.num_live += 1;
         request.num_new_tokens += u64::from(turn_start - num_computed);
+        Recorder::prompt_grew(request, turn_start - num_computed);
         request.due_at = u64::MAX;
         let found = &mut request.samples[sample];
         (found.finish, found.is_kept) = (None, false);

@@ -38,7 +38,7 @@ fn run_worlds(seed: u64, num_worlds: usize) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 13] = [
+const WORTH_MEETING: [&str; 15] = [
     "hit blocks",
     "hits in flight",
     "hits on fenced",
@@ -52,6 +52,8 @@ const WORTH_MEETING: [&str; 13] = [
     "refused calls",
     "accepted guesses",
     "untold tokens",
+    "events",
+    "lost events",
 ];
 
 fn check_volume(seed: u64) {

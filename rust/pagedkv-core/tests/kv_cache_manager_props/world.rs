@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use pagedkv_core::{
-    CacheConfig, ComputedBlocks, Error, EvictionPolicy, Identity, ImageSpan, KVCacheManager, PlanId, RootKey,
-    SequenceId,
+    CacheConfig, ComputedBlocks, Error, EventConfig, EvictionPolicy, HashAlgorithm, Identity, ImageSpan,
+    KVCacheManager, PlanId, RootKey, SequenceId,
 };
 
 use super::command::Command;
 use crate::model::manager::ManagerModel;
 use crate::model::memory::{Group, cache_config};
+use crate::model::mirror::Mirrors;
 use crate::model::random::two_tokens;
 
 const MOST_SEQUENCES: usize = 6;
@@ -34,6 +35,8 @@ pub(crate) struct World {
     pub(crate) freed: Vec<SequenceId>,
     pub(crate) ended: Vec<PlanId>,
     pub(crate) kept: Option<(SequenceId, ComputedBlocks)>,
+    /// Those who see nothing but events, where there are some.
+    mirrors: Option<Mirrors>,
 }
 
 /// Plain text, mostly.
@@ -52,15 +55,30 @@ pub(crate) fn identity(number: u8) -> Arc<Identity> {
 }
 
 impl World {
-    fn new(groups: &[Group], num_blocks: usize, caching: bool, eviction_policy: EvictionPolicy) -> Self {
-        let config =
-            CacheConfig { enable_prefix_caching: caching, eviction_policy, ..cache_config(groups, num_blocks) };
+    fn new(
+        groups: &[Group],
+        num_blocks: usize,
+        caching: bool,
+        eviction_policy: EvictionPolicy,
+        max_pending: Option<u32>,
+    ) -> Self {
+        let config = CacheConfig {
+            enable_prefix_caching: caching,
+            eviction_policy,
+            events: max_pending.map(|max_pending| EventConfig {
+                algorithm: HashAlgorithm::Xxh3_128,
+                seed: "model".into(),
+                max_pending,
+            }),
+            ..cache_config(groups, num_blocks)
+        };
         Self {
             manager: KVCacheManager::new(&config).expect("a valid configuration"),
             model: ManagerModel::new(num_blocks, groups, caching),
             freed: Vec::new(),
             ended: Vec::new(),
             kept: None,
+            mirrors: max_pending.map(|_| Mirrors::default()),
         }
     }
 
@@ -69,11 +87,12 @@ impl World {
         let usable = [1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 8, 8, 8, 8, 8][number / 3 % 16];
         let policies = [EvictionPolicy::Lru, EvictionPolicy::SegmentedLru, EvictionPolicy::Priority];
         let policy = policies[number / 48 % 3];
+        let max_pending = [None, Some(100), None, Some(3), Some(100)][number % 5];
         let block_size = 1 + number % 3;
         let group = |&(multiple, window)| Group { block_size: multiple * block_size, window };
         let groups: Vec<_> = GROUPS[number / 384 % GROUPS.len()].iter().map(group).collect();
         let usable = usable + 4 * (groups.len() - 1);
-        Self::new(&groups, 1 + usable, !(number / 48).is_multiple_of(8), policy)
+        Self::new(&groups, 1 + usable, !(number / 48).is_multiple_of(8), policy, max_pending)
     }
 
     pub(crate) fn sequence(&self, number: u8) -> Option<SequenceId> {
@@ -105,6 +124,19 @@ impl World {
             },
         }
         self.model.check(&self.manager);
+        self.follow_events();
+    }
+
+    /// The mirrors must know what the model knows.
+    fn follow_events(&mut self) {
+        let Some(mirrors) = &mut self.mirrors else { return };
+        let manager = std::cell::RefCell::new(&mut self.manager);
+        let take = || manager.borrow_mut().take_events().expect("events are on");
+        let snapshot = || manager.borrow_mut().event_snapshot().expect("events are on");
+        if let Some(known) = mirrors.follow(take, snapshot, &mut self.model.events) {
+            let hittable = self.model.hittable();
+            assert_eq!(*known, hittable, "what the events told and what can be hit");
+        }
     }
 
     fn run_on(&mut self, id: SequenceId, command: Command) {

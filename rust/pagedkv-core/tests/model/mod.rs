@@ -9,5 +9,6 @@ pub(crate) mod device;
 pub(crate) mod events;
 pub(crate) mod manager;
 pub(crate) mod memory;
+pub(crate) mod mirror;
 pub(crate) mod random;
 pub(crate) mod scheduler;

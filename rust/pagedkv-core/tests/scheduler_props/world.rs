@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use pagedkv_core::{
-    CacheConfig, Error, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey, Scheduler, SchedulerConfig,
-    StepResult,
+    CacheConfig, Error, EventConfig, FinishReason, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey,
+    Scheduler, SchedulerConfig, StepResult,
 };
 
 use crate::model::memory::{Group, Groups, cache_config};
+use crate::model::mirror::{Mirror, Mirrors};
 use crate::model::random::{Random, two_tokens};
 use crate::model::scheduler::{Limits, Outcome, Request, SchedulerModel};
 
@@ -86,6 +87,8 @@ pub(crate) struct World {
     pub(crate) model: SchedulerModel,
     num_added: usize,
     ended_plans: Vec<PlanId>,
+    /// Those who see nothing but events, where there are some.
+    mirrors: Option<Mirrors>,
 }
 
 impl World {
@@ -111,8 +114,8 @@ impl World {
             max_model_len: MAX_MODEL_LEN,
             max_plans_in_flight: 1 + below(3),
             lookahead,
+            caching: below(4) > 0,
         };
-        let enable_prefix_caching = below(4) > 0;
         let mut config = SchedulerConfig {
             max_num_seqs: limits.max_num_seqs as u32,
             max_num_batched_tokens: limits.max_num_batched_tokens as u32,
@@ -135,12 +138,18 @@ impl World {
         limits.groups = Groups::new(&groups.iter().map(group).collect::<Vec<_>>());
         limits.usable_blocks = usable_blocks * (1 + groups.len()) / 2;
         limits.watermark_blocks = (watermark * limits.usable_blocks as f64).ceil() as usize;
-        let cache = CacheConfig { enable_prefix_caching, ..cache_config(&limits.groups, limits.usable_blocks + 1) };
+        let tells = number.is_multiple_of(4);
+        let cache = CacheConfig {
+            enable_prefix_caching: limits.caching,
+            events: tells.then(|| EventConfig { max_pending: 20, ..EventConfig::default() }),
+            ..cache_config(&limits.groups, limits.usable_blocks + 1)
+        };
         Self {
             scheduler: Scheduler::new(&cache, &config).expect("a valid configuration"),
             model: SchedulerModel::new(limits),
             num_added: 0,
             ended_plans: Vec::new(),
+            mirrors: tells.then(Mirrors::default),
         }
     }
 
@@ -163,6 +172,18 @@ impl World {
             Command::Mistake { which, target } => self.mistake(which, target),
         }
         self.model.check(&self.scheduler);
+        self.follow_events();
+    }
+
+    /// The mirrors must know what can be hit.
+    fn follow_events(&mut self) {
+        let Some(mirrors) = &mut self.mirrors else { return };
+        let scheduler = std::cell::RefCell::new(&mut self.scheduler);
+        let take = || scheduler.borrow_mut().take_events().expect("events are on");
+        let snapshot = || scheduler.borrow_mut().event_snapshot().expect("events are on");
+        if let Some(known) = mirrors.follow(take, snapshot, &mut self.model.events) {
+            assert_eq!(*known, Mirror::joining(&snapshot()).known, "what the events told and what can be hit");
+        }
     }
 
     fn request(&self, prompt: u8, output: u8, kind: u8) -> NewRequest {
@@ -182,6 +203,7 @@ impl World {
             n: [1, 1, 1, 1, 2, 2, 2, 3][usize::from(kind % 8)],
             stop_token_ids: if output.is_multiple_of(3) { vec![2] } else { vec![] },
             min_tokens: u32::from(output / 3 % 3),
+            arrival: self.model.now,
             needs_commit: (output / 9).is_multiple_of(4),
             use_prefix_cache: kind < 224,
             identity: Identity { root: RootKey { lora_id, cache_salt: None }, images },
@@ -224,6 +246,7 @@ impl World {
             self.refused(Scheduler::schedule, |refused| *refused == error);
             return self.commit(tokens);
         }
+        self.tick();
         self.model.drain_aborts();
         if self.model.limits.lookahead > 0 && tokens % 2 == 1 {
             for (at, (handle, sample)) in (0..).zip(self.model.decoding()) {
@@ -280,10 +303,17 @@ impl World {
         }
     }
 
+    /// Time goes on.
+    fn tick(&mut self) {
+        self.model.now += 1.0;
+        self.scheduler.advance(self.model.now).expect("a finite time");
+    }
+
     fn commit(&mut self, outcome: u8) {
         let Some(plan) = self.model.oldest_plan() else {
             return self.schedule(outcome);
         };
+        self.tick();
         let outcome = self.model.outcome(u64::from(outcome));
         let expected = self.model.commit(&outcome);
         let result = Self::end(&mut self.scheduler, plan, &outcome).expect("the oldest plan");
@@ -342,7 +372,7 @@ impl World {
         };
         let sample = usize::from(sample) % n;
         assert_eq!(self.scheduler.finish(handle, sample as u32), Ok(()));
-        self.model.finish(handle, sample);
+        self.model.end_for(handle, sample, FinishReason::Stop);
     }
 
     fn refused<T: std::fmt::Debug>(

@@ -6,13 +6,16 @@
 mod growth;
 mod laws;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use pagedkv_core::{BlockId, BlockState, Identity, KVCacheManager, PlanId, SequenceId};
+use pagedkv_core::{
+    BlockHash, BlockId, BlockState, ChainHasher, HashAlgorithm, Identity, KVCacheManager, PlanId, SequenceId,
+};
 
 use super::events::Events;
 use super::memory::{Group, Histories, History, Memory, Place};
+use super::mirror::Known;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Sequence {
@@ -87,6 +90,8 @@ pub(crate) struct ManagerModel {
     histories: Histories,
     memory: Memory,
     num_evictions: u64,
+    /// Names of full blocks.
+    hashes: BTreeMap<History, BlockHash>,
     pub(crate) events: Events,
 }
 
@@ -115,6 +120,7 @@ impl ManagerModel {
             histories: Histories::default(),
             memory: Memory::new(num_blocks, groups),
             num_evictions: 0,
+            hashes: BTreeMap::new(),
             events: Events::default(),
         }
     }
@@ -392,6 +398,13 @@ impl ManagerModel {
         let full = sequence.num_scheduled.min(sequence.tokens.len()) / self.block_size;
         for run in sequence.num_registered..full {
             let end = (run + 1) * self.block_size;
+            let name = || {
+                let mut hasher = ChainHasher::new(HashAlgorithm::Xxh3_128, "model");
+                let (tokens, block_size) = (&sequence.tokens[..end], self.block_size as u32);
+                let chain = hasher.chain_hashes(tokens, block_size, &sequence.identity, None);
+                *chain.expect("valid arguments").last().expect("at least one full block")
+            };
+            self.hashes.entry(sequence.histories[end - 1]).or_insert_with(name);
             let mut growths = plans.iter().flat_map(|plan| plan.growths.iter().map(move |growth| (plan, growth)));
             let filling = growths.find(|(_, growth)| growth.sequence == id && end <= growth.after);
             let filling = filling.filter(|_| end > sequence.num_computed).map(|(plan, _)| plan.id);
@@ -404,6 +417,13 @@ impl ManagerModel {
             }
         }
         sequence.num_registered = sequence.num_registered.max(full);
+    }
+
+    /// Names of the prefixes that others can hit.
+    pub(crate) fn hittable(&self) -> Known {
+        let present = self.entries.iter().flatten().filter(|entry| entry.generation == self.generation);
+        let public = present.filter(|entry| entry.filling.is_none());
+        public.map(|entry| (self.hashes[&entry.history], entry.group as u32)).collect()
     }
 
     fn shrink(&mut self, id: SequenceId, num_tokens: usize) {

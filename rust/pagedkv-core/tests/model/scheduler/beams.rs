@@ -80,6 +80,7 @@ impl SchedulerModel {
         for &(index, handle, sample) in family {
             let own: Vec<usize> = (0..tokens.len()).filter(|&i| parents[i] as usize == index).collect();
             let reasons: Vec<_> = own.iter().map(|&i| self.reason(handle, sample, tokens[i])).collect();
+            self.note_tokens(handle, own.len());
             let goes_on = reasons.iter().any(Option::is_none);
             let mut keeps = goes_on;
             let mut is_first_end = true;
@@ -94,7 +95,8 @@ impl SchedulerModel {
                 }
             }
             if !goes_on {
-                self.end(handle, sample, result);
+                let reason = reasons.iter().flatten().next().copied().unwrap_or(FinishReason::Dropped);
+                self.end(handle, sample, reason, result);
             }
         }
         heirs.sort_unstable();

@@ -212,8 +212,9 @@ impl SchedulerModel {
             self.events.note("accepted drafts", row.len() as u64 - 1);
             self.events.note("rejected drafts", (entry.drafts.len() + 1 - row.len()) as u64);
         }
-        if reason.is_some() {
-            self.end(handle, sample, result);
+        self.note_tokens(handle, num_taken);
+        if let Some(reason) = reason {
+            self.end(handle, sample, reason, result);
         }
         reason.is_none()
     }
@@ -228,15 +229,16 @@ impl SchedulerModel {
     }
 
     /// Ends a sample in a commit.
-    pub(super) fn end(&mut self, handle: Handle, sample: usize, result: &mut StepResult) {
+    pub(super) fn end(&mut self, handle: Handle, sample: usize, reason: FinishReason, result: &mut StepResult) {
         let request = &self.requests[self.position(handle).expect("it lives")];
         let finished = FinishedRequest {
             handle,
             request_id: request.asked.request_id.clone(),
             num_cached_tokens: request.num_cached_tokens as u32,
             num_preemptions: request.num_preemptions,
+            stats: self.stats_of(request),
         };
-        if self.finish(handle, sample) {
+        if self.end_for(handle, sample, reason) {
             result.finished.push(finished);
         }
     }

@@ -144,6 +144,7 @@ impl SchedulerModel {
         assert_eq!(scheduler.num_unfinished_requests(), self.requests.len());
         assert_eq!(scheduler.num_requests(), (num_resident, self.requests.len() - num_resident));
         assert_eq!(scheduler.num_preemptions(), self.num_preemptions);
+        self.check_stats(scheduler);
         let sequences = self.residents().flat_map(|request| {
             request.sequences().into_iter().map(|sample| (request.handle, sample, request.num_scheduled(sample)))
         });

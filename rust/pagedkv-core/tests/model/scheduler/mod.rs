@@ -8,11 +8,12 @@ mod laws;
 mod preemption;
 mod request;
 mod schedule;
+mod stats;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use pagedkv_core::{Handle, NewRequest, PlanId, Policy, Scheduler, StepPlan};
+use pagedkv_core::{FinishReason, Handle, NewRequest, PlanId, Policy, RequestTotals, Scheduler, StepPlan};
 
 use super::device::{Device, Expected};
 use super::events::Events;
@@ -20,6 +21,7 @@ use super::memory::{Group, Groups, Histories};
 pub(crate) use commit::Outcome;
 use request::Sample;
 pub(crate) use request::{Node, Request};
+use stats::Times;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
@@ -30,6 +32,7 @@ pub(crate) struct Limits {
     /// The smallest of the groups.
     pub(crate) block_size: usize,
     pub(crate) groups: Groups,
+    pub(crate) caching: bool,
     pub(crate) usable_blocks: usize,
     pub(crate) max_num_seqs: usize,
     pub(crate) max_num_batched_tokens: usize,
@@ -48,6 +51,7 @@ struct Entry {
     before: usize,
     end: usize,
     num_hit_tokens: usize,
+    num_queried: u64,
     is_admission: bool,
     completes_prompt: bool,
     /// The samples that get a token, or the accepted ones of `drafts` and one more.
@@ -96,6 +100,10 @@ pub(crate) struct SchedulerModel {
     /// Blocks that were available, or fenced, before the plan was made.
     num_blocks_before: usize,
     num_preemptions: u64,
+    /// The time of the calls to come.
+    pub(crate) now: f64,
+    totals: RequestTotals,
+    num_finished: u64,
     pub(crate) events: Events,
 }
 
@@ -111,6 +119,9 @@ impl SchedulerModel {
             histories: Histories::default(),
             num_blocks_before: 0,
             num_preemptions: 0,
+            now: 0.0,
+            totals: RequestTotals::default(),
+            num_finished: 0,
             events: Events::default(),
         }
     }
@@ -168,6 +179,7 @@ impl SchedulerModel {
             num_prompt_scheduled: 0,
             num_preemptions: 0,
             num_cached_tokens: 0,
+            times: Times::arriving(request.arrival),
         });
     }
 
@@ -186,10 +198,11 @@ impl SchedulerModel {
 
     /// The aborts take effect.
     pub(crate) fn drain_aborts(&mut self) {
+        self.note_taken_up();
         for (handle, sample) in std::mem::take(&mut self.aborts) {
             let n = self.find_mut(handle).map_or(0, |request| request.samples.len());
             for number in (0..n).filter(|&number| sample.is_none_or(|only| only == number)) {
-                self.finish(handle, number);
+                self.end_for(handle, number, FinishReason::Abort);
             }
         }
     }
@@ -253,6 +266,8 @@ impl SchedulerModel {
                     continue;
                 }
                 request.set_num_scheduled(entry.sample, entry.before);
+                self.note_undone(entry, entry.num_queried);
+                let request = self.find_mut(entry.handle).expect("an entry of a live request");
                 if request.num_preemptions == 0 {
                     request.num_cached_tokens -= entry.num_hit_tokens;
                 }

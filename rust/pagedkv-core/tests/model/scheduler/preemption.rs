@@ -23,6 +23,7 @@ impl SchedulerModel {
             victim.leave();
             victim.num_preemptions += 1;
             self.num_preemptions += 1;
+            self.note_preemption(handle);
             self.events.note("preemptions", 1);
         }
         for change in plan.changes().preempted {

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use pagedkv_core::{Handle, NewRequest, PlanId};
 
+use super::stats::Times;
+
 /// A token that a plan in flight samples.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pending {
@@ -63,6 +65,7 @@ pub(crate) struct Request {
     pub(super) num_prompt_scheduled: usize,
     pub(super) num_preemptions: u32,
     pub(super) num_cached_tokens: usize,
+    pub(super) times: Times,
 }
 
 impl Request {

@@ -17,7 +17,8 @@ impl SchedulerModel {
         let mut entries: Vec<Entry> = Vec::new();
         let mut drawn = 0;
         for s in 0..sizes.num_sequences as usize {
-            let entry = self.enter(&plan, s, &entries);
+            let mut entry = self.enter(&plan, s, &entries);
+            self.note_entry(&mut entry);
             drawn += if entry.drafts.is_empty() { entry.drawn.len() } else { entry.drafts.len() + 1 };
             entries.push(entry);
         }
@@ -151,6 +152,7 @@ impl SchedulerModel {
             before,
             end,
             num_hit_tokens,
+            num_queried: 0,
             is_admission,
             completes_prompt,
             drawn,

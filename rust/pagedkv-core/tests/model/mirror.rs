@@ -1,0 +1,96 @@
+//! What somebody far away knows of the cache who sees nothing but its events.
+
+use std::collections::BTreeSet;
+
+use pagedkv_core::{BlockHash, KVCacheEvent, KVCacheSnapshot, KVEventBatch};
+
+use super::events::Events;
+
+/// Prefixes that can be hit: hash and group.
+pub(crate) type Known = BTreeSet<(BlockHash, u32)>;
+
+#[derive(Debug, Default)]
+pub(crate) struct Mirror {
+    pub(crate) known: Known,
+    /// Number of the event to come.
+    next: u64,
+}
+
+impl Mirror {
+    pub(crate) fn joining(snapshot: &KVCacheSnapshot) -> Self {
+        let mut mirror = Self { known: Known::new(), next: snapshot.next_sequence_number };
+        snapshot.events.iter().for_each(|event| mirror.apply(event, &mut Events::default()));
+        mirror
+    }
+
+    /// Takes a batch in, as far as it is news; numbers have no gap but where events are said to be lost.
+    pub(crate) fn take(&mut self, batch: &KVEventBatch, met: &mut Events) {
+        let first = batch.sequence_number;
+        assert!(first <= self.next || batch.num_lost >= first - self.next, "events are missing before {batch:?}");
+        met.note("lost events", batch.num_lost);
+        for (event, number) in batch.events.iter().zip(first..) {
+            if number >= self.next {
+                self.apply(event, met);
+                self.next = number + 1;
+                met.note("events", 1);
+            }
+        }
+        self.next = self.next.max(first);
+    }
+
+    fn apply(&mut self, event: &KVCacheEvent, met: &mut Events) {
+        match event {
+            KVCacheEvent::BlockStored(stored) => {
+                let group = stored.group_idx;
+                // A rollback may take what a running sequence continues: then nobody finds the new block for now.
+                let is_orphan = stored.parent_block_hash.is_some_and(|parent| !self.known.contains(&(parent, group)));
+                met.note("orphans", u64::from(is_orphan));
+                assert_eq!(stored.token_ids.len(), stored.block_hashes.len() * stored.block_size as usize);
+                assert_eq!(stored.extra_keys.len(), stored.block_hashes.len());
+                for &hash in &stored.block_hashes {
+                    assert!(self.known.insert((hash, group)), "{hash:?} is stored twice");
+                }
+            }
+            KVCacheEvent::BlockRemoved(removed) => {
+                for &hash in &removed.block_hashes {
+                    assert!(self.known.remove(&(hash, removed.group_idx)), "{hash:?} is removed and was not stored");
+                }
+            }
+            KVCacheEvent::AllBlocksCleared => self.known.clear(),
+        }
+    }
+}
+
+/// A mirror from the start and one that joined late, beside the real cache.
+#[derive(Debug, Default)]
+pub(crate) struct Mirrors {
+    first: Mirror,
+    late: Option<Mirror>,
+    num_turns: u64,
+}
+
+impl Mirrors {
+    /// After a command: now and then a mirror joins, and now and then the events are taken and all must agree.
+    pub(crate) fn follow(
+        &mut self,
+        take: impl FnOnce() -> KVEventBatch,
+        snapshot: impl FnOnce() -> KVCacheSnapshot,
+        met: &mut Events,
+    ) -> Option<&Known> {
+        self.num_turns += 1;
+        if self.num_turns.is_multiple_of(7) {
+            let joined = Mirror::joining(&snapshot());
+            self.late = Some(joined);
+        }
+        if !self.num_turns.is_multiple_of(3) && !self.num_turns.is_multiple_of(5) {
+            return None;
+        }
+        let batch = take();
+        self.first.take(&batch, met);
+        if let Some(late) = &mut self.late {
+            late.take(&batch, met);
+            assert_eq!(late.known, self.first.known, "who joined late and who did not");
+        }
+        Some(&self.first.known)
+    }
+}
