@@ -372,7 +372,11 @@ impl BlockPool {
     /// Whether the block is its node's last and cached prefixes continue it.
     fn is_needed_by_descendants(&self, block: BlockId) -> bool {
         let Block { node, group, .. } = self.blocks[block.index()];
-        let is_twin = |other: BlockId| other != block && self.blocks[other.index()].group == group;
+        // One that is being filled may be taken back.
+        let is_twin = |other: BlockId| {
+            let record = &self.blocks[other.index()];
+            other != block && record.group == group && record.committed
+        };
         let outlives = self.spans[usize::from(group)] > 0 && self.prefixes.has_children(node);
         outlives && !self.prefixes.blocks_of(&self.blocks, node).any(is_twin)
     }
@@ -608,10 +612,11 @@ impl BlockPool {
                 if self.blocks[block.index()].group != group {
                     continue;
                 }
-                if !self.is_evictable(block) {
+                if self.is_evictable(block) {
+                    found = Some(block);
+                } else if self.blocks[block.index()].committed {
                     return;
                 }
-                found = Some(block);
             }
             let Some(block) = found else { return };
             self.cached.keep_behind(&mut self.blocks, block, continued_by);

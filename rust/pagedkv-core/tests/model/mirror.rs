@@ -42,9 +42,11 @@ impl Mirror {
         match event {
             KVCacheEvent::BlockStored(stored) => {
                 let group = stored.group_idx;
-                // A rollback may take what a running sequence continues: then nobody finds the new block for now.
+                // What a window group's block continues may have left the window.
                 let is_orphan = stored.parent_block_hash.is_some_and(|parent| !self.known.contains(&(parent, group)));
-                met.note("orphans", u64::from(is_orphan));
+                met.note("stored behind a window", u64::from(is_orphan));
+                let may_be = stored.sliding_window.is_some();
+                assert!(!is_orphan || may_be, "a prefix is stored and what it continues is not: {stored:?}");
                 assert_eq!(stored.token_ids.len(), stored.block_hashes.len() * stored.block_size as usize);
                 assert_eq!(stored.extra_keys.len(), stored.block_hashes.len());
                 for &hash in &stored.block_hashes {
