@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lines
-from scheduler import requests, steps, threads, waiting
-from scheduler.measured import Measured
+from pagedkv.bench.lines import requests, steps, waiting
+from pagedkv.bench.lines.measured import Measured
+from scheduler import threads
 from scheduler.programs import Peer, build_rust_benches, run_rust_bench
 
 PEER_ENV = os.environ.get("PEER_ENV")

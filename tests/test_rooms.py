@@ -29,7 +29,7 @@ ROOMS = {
     "engine": (MEMORY | {"models"}, {"numpy", "torch", "transformers", "tqdm", "rich"}),
     "simulate": (BASE | {"_core"}, {"numpy", "rich", "matplotlib"}),
     "server": (BASE | {"engine"}, None),
-    "bench": (BASE | {"engine"}, None),
+    "bench": (MEMORY | {"models", "engine"}, None),
     "cli": (None, None),
     "__init__": (None, {"numpy"}),
 }
@@ -107,6 +107,8 @@ def test_python_file_uses_only_rooms_below_its_own(path):
         ("engine", "from pagedkv import LLM", {"pagedkv.LLM"}),
         ("engine", "from pagedkv._core import Scheduler", {"pagedkv._core"}),
         ("server", "from pagedkv.scheduling import Scheduler", {"pagedkv.scheduling"}),
+        ("bench", "from pagedkv.scheduling import Scheduler", set()),
+        ("bench", "from pagedkv._core import Scheduler", {"pagedkv._core"}),
     ],
 )
 def test_import_reader_finds_the_arrow_when_it_is_forbidden(room, source, found):

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from scheduler.measured import Measured
+from pagedkv.bench.lines.measured import Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 

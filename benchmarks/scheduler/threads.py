@@ -8,8 +8,8 @@ from collections import deque
 import numpy as np
 
 import pagedkv
-from scheduler import work
-from scheduler.measured import Measured
+from pagedkv.bench.lines import work
+from pagedkv.bench.lines.measured import Measured
 
 SEATS = 1024
 NUM_THREADS = 4

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 __all__ = [
     "AllBlocksCleared",
     "AllocatedSlots",
+    "BatchSlots",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
     "CacheConfig",
     "ComputedBlocks",
+    "ComputedBlocksBatch",
     "FinishedRequest",
     "GroupSpec",
     "Histogram",
@@ -108,6 +110,7 @@ class GroupSpec:
         sliding_window: int | None = None,
         block_size: int | None = None,
     ) -> GroupSpec: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     @property
     def layers(self) -> list[int]: ...
     @property
@@ -142,9 +145,10 @@ class CacheConfig:
         pin_quota_blocks: int = 0,
         enable_kv_cache_events: bool = False,
         event_hash: str = "sha256_cbor",
-        event_hash_seed: str = "vllm-none-hash",
-        max_pending_events: int = 100000,
+        event_hash_seed: str = ...,
+        max_pending_events: int = ...,
     ) -> CacheConfig: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     @property
     def num_blocks(self) -> int: ...
     @property
@@ -193,6 +197,7 @@ class SchedulerConfig:
         max_num_partial_prefills: int | None = None,
         prefill_chunk_multiple: int = 1,
     ) -> SchedulerConfig: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     @property
     def max_num_seqs(self) -> int: ...
     @property
@@ -302,6 +307,25 @@ class AllocatedSlots:
     def copy(self) -> tuple[int, int] | None: ...
 
 @final
+class ComputedBlocksBatch:
+    @property
+    def num_tokens(self) -> _Int32Array: ...
+    def __len__(self) -> int: ...
+
+@final
+class BatchSlots:
+    @property
+    def slot_mapping(self) -> _Int64Array: ...
+    @property
+    def query_start_loc(self) -> _Int32Array: ...
+    @property
+    def seq_lens(self) -> _Int32Array: ...
+    @property
+    def copies(self) -> _Int32Array: ...
+    @property
+    def table_updates(self) -> _Int32Array: ...
+
+@final
 class KVCacheManager:
     def __new__(cls, cache_config: CacheConfig) -> KVCacheManager: ...
     def create(
@@ -324,6 +348,52 @@ class KVCacheManager:
         *,
         num_draft_tokens: int = 0,
     ) -> AllocatedSlots | None: ...
+    def create_batch(
+        self,
+        prompt_token_ids: _IdsLike,
+        start_loc: _IdsLike,
+        *,
+        cache_salt: str | bytes | None = None,
+        lora_id: int | None = None,
+        use_prefix_cache: bool = True,
+    ) -> _Int64Array: ...
+    def free_batch(self, sequences: _IdsLike) -> None: ...
+    def fork_batch(self, sequences: _IdsLike) -> _Int64Array: ...
+    def append_tokens_batch(
+        self,
+        sequences: _IdsLike,
+        token_ids: _IdsLike,
+        start_loc: _IdsLike | None = None,
+        *,
+        num_accepted: _IdsLike | None = None,
+    ) -> None: ...
+    def get_computed_blocks_batch(self, sequences: _IdsLike) -> ComputedBlocksBatch: ...
+    def allocate_slots_batch(
+        self,
+        sequences: _IdsLike,
+        num_new_tokens: _IdsLike,
+        computed: ComputedBlocksBatch | None = None,
+        *,
+        num_draft_tokens: _IdsLike | None = None,
+        rows: _IdsLike | None = None,
+    ) -> BatchSlots | None: ...
+    def num_that_fit(
+        self,
+        sequences: _IdsLike,
+        num_new_tokens: _IdsLike,
+        computed: ComputedBlocksBatch | None = None,
+        *,
+        num_draft_tokens: _IdsLike | None = None,
+    ) -> int: ...
+    def write_block_table(self, sequences: _IdsLike, out: _Int32Array, group: int = 0) -> None: ...
+    def write_csr(
+        self,
+        sequences: _IdsLike,
+        indptr: _Int32Array,
+        indices: _Int32Array,
+        last_page_len: _Int32Array,
+        group: int = 0,
+    ) -> int: ...
     def commit(self, plan: int) -> None: ...
     def rollback(self, plan: int) -> None: ...
     def fork(self, sequence: int) -> int: ...

@@ -66,22 +66,30 @@ def test_padding_is_reported_and_refused_above_a_tenth():
 @pytest.mark.parametrize(
     ("groups", "error", "message"),
     [
-        ([pagedkv.GroupSpec([], 1, 8)], InvalidArgumentError, "layers: .* none in group 0"),
-        ([pagedkv.GroupSpec([1, 0], 1, 8)], InvalidArgumentError, "layers: .* 0 behind 1 in group 0"),
-        ([pagedkv.GroupSpec([0, 0], 1, 8)], InvalidArgumentError, "layers: .* 0 behind 0 in group 0"),
+        (lambda: [pagedkv.GroupSpec([], 1, 8)], InvalidArgumentError, "layers: .* none in group 0"),
+        (lambda: [pagedkv.GroupSpec([1, 0], 1, 8)], InvalidArgumentError, "layers: .* 0 behind 1 in group 0"),
+        (lambda: [pagedkv.GroupSpec([0, 0], 1, 8)], InvalidArgumentError, "layers: .* 0 behind 0 in group 0"),
         (
-            [pagedkv.GroupSpec(2, 1, 8), pagedkv.GroupSpec([1], 1, 8)],
+            lambda: [pagedkv.GroupSpec(2, 1, 8), pagedkv.GroupSpec([1], 1, 8)],
             InvalidArgumentError,
             "layers: .* layer 1 in groups",
         ),
-        ([pagedkv.GroupSpec([0, 2], 1, 8)], InvalidArgumentError, "layers: .* no group with layer 1"),
-        ([pagedkv.GroupSpec(1, 0, 8)], InvalidArgumentError, "num_kv_heads"),
-        ([pagedkv.GroupSpec(1, 1, 0)], InvalidArgumentError, "head_dim"),
-        ([pagedkv.GroupSpec(1, 1, 8, "int4")], InvalidArgumentError, 'dtype: expected one of float32, .* "int4"'),
-        ([pagedkv.GroupSpec(1, 1, 8, sliding_window=0)], InvalidArgumentError, "sliding_window"),
-        ([pagedkv.GroupSpec(1, 1, 8, block_size=8)], InvalidArgumentError, "block_size: expected 16 tokens .* found 8"),
+        (lambda: [pagedkv.GroupSpec([0, 2], 1, 8)], InvalidArgumentError, "layers: .* no group with layer 1"),
+        (lambda: [pagedkv.GroupSpec(1, 0, 8)], InvalidArgumentError, "num_kv_heads"),
+        (lambda: [pagedkv.GroupSpec(1, 1, 0)], InvalidArgumentError, "head_dim"),
         (
-            [pagedkv.GroupSpec([0], 1, 8), pagedkv.GroupSpec([1], 1, 12)],
+            lambda: [pagedkv.GroupSpec(1, 1, 8, "int4")],
+            InvalidArgumentError,
+            'dtype: expected one of float32, .* "int4"',
+        ),
+        (lambda: [pagedkv.GroupSpec(1, 1, 8, sliding_window=0)], InvalidArgumentError, "sliding_window"),
+        (
+            lambda: [pagedkv.GroupSpec(1, 1, 8, block_size=8)],
+            InvalidArgumentError,
+            "block_size: expected 16 tokens .* found 8",
+        ),
+        (
+            lambda: [pagedkv.GroupSpec([0], 1, 8), pagedkv.GroupSpec([1], 1, 12)],
             UnsupportedError,
             "groups: a token takes 64 bytes per layer in group 0 and 96",
         ),
@@ -89,7 +97,7 @@ def test_padding_is_reported_and_refused_above_a_tenth():
 )
 def test_groups_are_refused_by_name_when_they_do_not_come_out(groups, error, message):
     with pytest.raises(error, match=message):
-        pagedkv.CacheConfig(8, groups=groups)
+        pagedkv.CacheConfig(8, groups=groups())
 
 
 def test_layer_slots_are_refused_when_there_are_no_groups():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import CacheConfig, GroupSpec, InvalidArgumentError, Scheduler, SchedulerConfig, UnsupportedError
+from pagedkv import CacheConfig, GroupSpec, Scheduler, SchedulerConfig
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 
 
 def run(scheduler: Scheduler, name: str, prompt: list[int], **keywords) -> int:

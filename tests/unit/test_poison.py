@@ -30,6 +30,15 @@ VALUES = {
 }
 
 
+# What a name stands for in some methods.
+OWN_VALUES = {
+    "allocate_slots_batch": {"num_new_tokens": [1]},
+    "num_that_fit": {"num_new_tokens": [1]},
+    "write_block_table": {"out": np.zeros((1, 4), np.int32)},
+    "write_csr": {name: np.zeros(4, np.int32) for name in ("indptr", "indices", "last_page_len")},
+}
+
+
 def scheduler():
     made = pagedkv.Scheduler(POOL)
     made.add_request("a", [1, 2, 3], max_tokens=4)
@@ -62,7 +71,9 @@ def use(made, name, own):
         return found
     parameters = inspect.signature(found).parameters.values()
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    values = {parameter.name: (VALUES | own).get(parameter.name, 0) for parameter in required}
+    values = {
+        parameter.name: (VALUES | own | OWN_VALUES.get(name, {})).get(parameter.name, 0) for parameter in required
+    }
     return found(**values)
 
 

@@ -119,15 +119,8 @@ impl CacheLayout {
 fn check_layers(groups: &[GroupSpec]) -> Result<usize> {
     let mut owners: Vec<(u32, usize)> = Vec::new();
     for (number, group) in groups.iter().enumerate() {
-        if group.layers.is_empty() {
-            return invalid("layers", "at least one layer per group", format!("none in group {number}"));
-        }
-        if let Some(at) = (1..group.layers.len()).find(|&at| group.layers[at] <= group.layers[at - 1]) {
-            let found = format!("{} behind {} in group {number}", group.layers[at], group.layers[at - 1]);
-            return invalid("layers", "ascending layer indices", found);
-        }
+        check_group(number, group)?;
         owners.extend(group.layers.iter().map(|&layer| (layer, number)));
-        check_sizes(number, group)?;
     }
     owners.sort_unstable();
     if let Some(at) = (1..owners.len()).find(|&at| owners[at].0 == owners[at - 1].0) {
@@ -141,7 +134,25 @@ fn check_layers(groups: &[GroupSpec]) -> Result<usize> {
     Ok(owners.len())
 }
 
-fn check_sizes(number: usize, group: &GroupSpec) -> Result<()> {
+impl GroupSpec {
+    /// Checks the group by itself; how groups go together is for [`CacheConfig::validate`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for layers that are none or out of order, and for sizes
+    /// out of range.
+    pub fn validate(&self) -> Result<()> {
+        check_group(0, self)
+    }
+}
+
+fn check_group(number: usize, group: &GroupSpec) -> Result<()> {
+    if group.layers.is_empty() {
+        return invalid("layers", "at least one layer per group", format!("none in group {number}"));
+    }
+    if let Some(at) = (1..group.layers.len()).find(|&at| group.layers[at] <= group.layers[at - 1]) {
+        let found = format!("{} behind {} in group {number}", group.layers[at], group.layers[at - 1]);
+        return invalid("layers", "ascending layer indices", found);
+    }
     in_range("num_kv_heads", group.num_kv_heads, 1)?;
     in_range("head_dim", group.head_dim, 1)?;
     if let Some(window) = group.sliding_window {

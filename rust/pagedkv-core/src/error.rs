@@ -28,6 +28,14 @@ pub enum Error {
         /// What came.
         found: String,
     },
+    /// What is wrong with a sequence of a batch.
+    #[error("sequences[{index}]: {error}")]
+    InBatch {
+        /// Which sequence.
+        index: usize,
+        /// What is wrong.
+        error: Box<Error>,
+    },
     /// A request that no empty pool could hold.
     #[error("request needs {needed} blocks at its longest, the pool has {usable} usable ones")]
     NeverFits {

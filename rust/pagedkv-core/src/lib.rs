@@ -61,7 +61,7 @@ pub use events::{BlockRemoved, BlockStored, EventConfig, KVCacheEvent, KVCacheSn
 pub use identity::{Identity, ImageSpan, RootKey};
 pub use ids::{BlockId, Handle, NULL_BLOCK, PlanId, SequenceId};
 pub use invariants::BrokenLaw;
-pub use kv_cache_manager::{AllocatedSlots, BlockCopy, ComputedBlocks, KVCacheManager, PinId};
+pub use kv_cache_manager::{AllocatedSlots, BatchSlots, BlockCopy, ComputedBlocks, Growths, KVCacheManager, PinId};
 pub use residency::ResidencyStats;
 pub use scheduler::{
     Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Reason, RequestStats,

@@ -1,9 +1,11 @@
 //! Integer arrays in and out.
 
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use pagedkv_core::SequenceId;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
+use crate::args::{Number, elements};
 use crate::dlpack::import;
 use crate::errors::invalid;
 
@@ -16,9 +18,12 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
         });
     }
     if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
-        return array.as_array().iter().map(|&id| narrow(argument, id)).collect();
+        return narrowed(argument, array.as_array().iter().copied());
     }
     if let Ok(list) = object.extract::<Vec<i32>>() {
+        return Ok(list);
+    }
+    if let Some(list) = listed(argument, object)? {
         return Ok(list);
     }
     if object.hasattr("__dlpack__")? && !object.is_instance_of::<numpy::PyUntypedArray>() {
@@ -42,16 +47,56 @@ fn imported(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     let tensor = import(argument, object, None)?;
     match tensor.dtype().name() {
         "int32" => crate::cpu_ops::integers::<i32>(argument, object),
-        "int64" => {
-            let wide = crate::cpu_ops::integers::<i64>(argument, object)?;
-            wide.into_iter().map(|id| narrow(argument, id)).collect()
-        }
+        "int64" => narrowed(argument, crate::cpu_ops::integers::<i64>(argument, object)?.into_iter()),
         _ => Err(wrong_type(argument, "dtype int32 or int64", object)),
     }
 }
 
-fn narrow(argument: &str, id: i64) -> PyResult<i32> {
-    i32::try_from(id).map_err(|_| invalid(argument, "ids below 2^31", &id.to_string()))
+/// Ids of sequences, as an int64 or int32 array of any library, or a sequence of ints.
+pub(crate) fn sequences(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<SequenceId>> {
+    Ok(wide(argument, object)?.into_iter().map(|id| SequenceId::from_bits(id.cast_unsigned())).collect())
+}
+
+/// Numbers of tokens, as an int32 or int64 array of any library, or a sequence of ints.
+pub(crate) fn counts(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let count = |(i, count): (usize, i64)| {
+        let found = || invalid(&format!("{argument}[{i}]"), "a number from 0 to 2^32 - 1", &count.to_string());
+        u32::try_from(count).map_err(|_| found())
+    };
+    wide(argument, object)?.into_iter().enumerate().map(count).collect()
+}
+
+fn wide(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
+        return Ok(array.as_array().to_vec());
+    }
+    if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i32>>() {
+        return Ok(array.as_array().iter().copied().map(i64::from).collect());
+    }
+    if let Some(list) = listed(argument, object)? {
+        return Ok(list);
+    }
+    if object.hasattr("__dlpack__")? && !object.is_instance_of::<numpy::PyUntypedArray>() {
+        return match import(argument, object, None)?.dtype().name() {
+            "int32" => Ok(imported(argument, object)?.into_iter().map(i64::from).collect()),
+            "int64" => crate::cpu_ops::integers::<i64>(argument, object),
+            _ => Err(wrong_type(argument, "dtype int32 or int64", object)),
+        };
+    }
+    Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
+}
+
+/// The numbers of a list; arrays are no lists.
+fn listed<T: Number>(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<T>>> {
+    if object.hasattr("__dlpack__")? { Ok(None) } else { elements(argument, object) }
+}
+
+fn narrowed(argument: &str, ids: impl Iterator<Item = i64>) -> PyResult<Vec<i32>> {
+    let narrow = |(i, id): (usize, i64)| {
+        let found = || invalid(&format!("{argument}[{i}]"), "an id below 2^31", &id.to_string());
+        i32::try_from(id).map_err(|_| found())
+    };
+    ids.enumerate().map(narrow).collect()
 }
 
 /// An argument of the wrong type.

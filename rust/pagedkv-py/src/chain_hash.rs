@@ -70,14 +70,14 @@ pub(crate) fn hash_list<'py>(py: Python<'py>, hashes: &[BlockHash], external: bo
 pub(crate) fn chain_hashes<'py>(
     py: Python<'py>,
     token_ids: &Bound<'_, PyAny>,
-    block_size: u32,
+    #[pyo3(from_py_with = crate::args::u32s::block_size)] block_size: u32,
     algorithm: &str,
     seed: &str,
-    lora_id: Option<i64>,
+    #[pyo3(from_py_with = crate::args::optional_i64s::lora_id)] lora_id: Option<i64>,
     lora_name: Option<String>,
     lora_path: Option<String>,
     cache_salt: Option<&Bound<'_, PyAny>>,
-    image_spans: Vec<Span>,
+    #[pyo3(from_py_with = crate::args::image_spans)] image_spans: Vec<Span>,
     external: bool,
 ) -> PyResult<Bound<'py, PyList>> {
     let tokens = ids("token_ids", token_ids)?;

@@ -8,7 +8,9 @@ use pagedkv_core::config as core;
 use pagedkv_core::events::DEFAULT_MAX_PENDING_EVENTS;
 use pagedkv_core::{CacheConfig as CoreCache, CacheLayout, GroupSpec as CoreGroup, SchedulerConfig as CoreLimits};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 
+use crate::args::{elements, number, objects};
 use crate::errors::{invalid, to_py_err};
 
 /// Layers of one shape that share a block table.
@@ -29,10 +31,30 @@ use crate::errors::{invalid, to_py_err};
 #[derive(Clone, PartialEq)]
 pub(crate) struct GroupSpec(CoreGroup);
 
-#[derive(FromPyObject)]
 enum Layers {
     Count(u32),
     Indices(Vec<u32>),
+}
+
+fn layers(object: &Bound<'_, PyAny>) -> PyResult<Layers> {
+    match elements("layers", object)? {
+        Some(indices) => Ok(Layers::Indices(indices)),
+        None => number("layers", object).map(Layers::Count),
+    }
+}
+
+fn groups(object: &Bound<'_, PyAny>) -> PyResult<Vec<GroupSpec>> {
+    objects("groups", "a GroupSpec", object)
+}
+
+/// What a pickle calls the class with: its positional arguments, and the rest by name.
+type NewArguments<'py> = (Bound<'py, PyTuple>, Bound<'py, PyDict>);
+
+fn new_arguments<'py>(object: &Bound<'py, PyAny>, positional: &[&str], named: &[&str]) -> PyResult<NewArguments<'py>> {
+    let values = positional.iter().map(|name| object.getattr(*name)).collect::<PyResult<Vec<_>>>()?;
+    let rest = PyDict::new(object.py());
+    named.iter().try_for_each(|name| rest.set_item(name, object.getattr(*name)?))?;
+    Ok((PyTuple::new(object.py(), values)?, rest))
 }
 
 #[pymethods]
@@ -40,12 +62,12 @@ impl GroupSpec {
     #[new]
     #[pyo3(signature = (layers, num_kv_heads, head_dim, dtype="float32", *, sliding_window=None, block_size=None))]
     fn new(
-        layers: Layers,
-        num_kv_heads: u32,
-        head_dim: u32,
+        #[pyo3(from_py_with = layers)] layers: Layers,
+        #[pyo3(from_py_with = crate::args::u32s::num_kv_heads)] num_kv_heads: u32,
+        #[pyo3(from_py_with = crate::args::u32s::head_dim)] head_dim: u32,
         dtype: &str,
-        sliding_window: Option<u32>,
-        block_size: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::sliding_window)] sliding_window: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::block_size)] block_size: Option<u32>,
     ) -> PyResult<Self> {
         let layers = match layers {
             Layers::Count(count) if count >= 1 << 30 => {
@@ -55,7 +77,9 @@ impl GroupSpec {
             Layers::Indices(layers) => layers,
         };
         let dtype = dtype.to_owned();
-        Ok(Self(CoreGroup { layers, num_kv_heads, head_dim, dtype, sliding_window, block_size }))
+        let group = CoreGroup { layers, num_kv_heads, head_dim, dtype, sliding_window, block_size };
+        group.validate().map_err(to_py_err)?;
+        Ok(Self(group))
     }
 
     /// The model's layers in the group, ascending.
@@ -98,6 +122,11 @@ impl GroupSpec {
     #[getter]
     fn token_bytes(&self) -> PyResult<u64> {
         self.0.token_bytes().map_err(to_py_err)
+    }
+
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        let positional = ["layers", "num_kv_heads", "head_dim", "dtype"];
+        new_arguments(slf.as_any(), &positional, &["sliding_window", "block_size"])
     }
 
     fn __repr__(&self) -> String {
@@ -163,20 +192,20 @@ impl CacheConfig {
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
-        num_blocks: u32,
-        block_size: u32,
-        hash_seed: u64,
+        #[pyo3(from_py_with = crate::args::u32s::num_blocks)] num_blocks: u32,
+        #[pyo3(from_py_with = crate::args::u32s::block_size)] block_size: u32,
+        #[pyo3(from_py_with = crate::args::u64s::hash_seed)] hash_seed: u64,
         enable_prefix_caching: bool,
-        kv_cache_metrics_sample: f64,
-        groups: Vec<GroupSpec>,
-        num_layer_slots: Option<u32>,
+        #[pyo3(from_py_with = crate::args::f64s::kv_cache_metrics_sample)] kv_cache_metrics_sample: f64,
+        #[pyo3(from_py_with = groups)] groups: Vec<GroupSpec>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::num_layer_slots)] num_layer_slots: Option<u32>,
         eviction_policy: &str,
-        pin_quota_bytes: u64,
-        pin_quota_blocks: u32,
+        #[pyo3(from_py_with = crate::args::u64s::pin_quota_bytes)] pin_quota_bytes: u64,
+        #[pyo3(from_py_with = crate::args::u32s::pin_quota_blocks)] pin_quota_blocks: u32,
         enable_kv_cache_events: bool,
         event_hash: &str,
         event_hash_seed: &str,
-        max_pending_events: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_pending_events)] max_pending_events: u32,
     ) -> PyResult<Self> {
         let events = EventConfig {
             algorithm: event_hash.parse().map_err(to_py_err)?,
@@ -285,8 +314,30 @@ impl CacheConfig {
     }
 
     /// The group of a layer, and its slot in the group's blocks.
-    fn layer(&self, layer: u32) -> PyResult<(u32, u32)> {
+    fn layer(&self, #[pyo3(from_py_with = crate::args::u32s::layer)] layer: u32) -> PyResult<(u32, u32)> {
         self.1.layer(layer).map_err(to_py_err)
+    }
+
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        let names = [
+            "hash_seed",
+            "enable_prefix_caching",
+            "eviction_policy",
+            "pin_quota_blocks",
+            "enable_kv_cache_events",
+            "kv_cache_metrics_sample",
+        ];
+        let (positional, keywords) = new_arguments(slf.as_any(), &["num_blocks", "block_size"], &names)?;
+        keywords.set_item("num_layer_slots", slf.get().0.num_layer_slots)?;
+        // As they were given: the getter has the block sizes that were chosen for them.
+        let groups = slf.get().0.groups.iter().cloned().map(GroupSpec);
+        keywords.set_item("groups", groups.collect::<Vec<_>>())?;
+        if let Some(events) = &slf.get().0.events {
+            keywords.set_item("event_hash", events.algorithm.name())?;
+            keywords.set_item("event_hash_seed", &events.seed)?;
+            keywords.set_item("max_pending_events", events.max_pending)?;
+        }
+        Ok((positional, keywords))
     }
 
     fn __repr__(&self) -> String {
@@ -361,18 +412,20 @@ impl SchedulerConfig {
     ))]
     #[expect(clippy::too_many_arguments, reason = "the fields of the configuration")]
     fn new(
-        max_num_seqs: u32,
-        max_num_batched_tokens: u32,
-        max_model_len: u32,
-        watermark: f64,
-        lookahead: u32,
-        max_plans_in_flight: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_num_seqs)] max_num_seqs: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_num_batched_tokens)] max_num_batched_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_model_len)] max_model_len: u32,
+        #[pyo3(from_py_with = crate::args::f64s::watermark)] watermark: f64,
+        #[pyo3(from_py_with = crate::args::u32s::lookahead)] lookahead: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_plans_in_flight)] max_plans_in_flight: u32,
         policy: &str,
-        ageing: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::ageing)] ageing: Option<u32>,
         tenant_weights: Option<BTreeMap<String, f64>>,
-        long_prefill_token_threshold: u32,
-        max_num_partial_prefills: Option<u32>,
-        prefill_chunk_multiple: u32,
+        #[pyo3(from_py_with = crate::args::u32s::long_prefill_token_threshold)] long_prefill_token_threshold: u32,
+        #[pyo3(from_py_with = crate::args::optional_u32s::max_num_partial_prefills)] max_num_partial_prefills: Option<
+            u32,
+        >,
+        #[pyo3(from_py_with = crate::args::u32s::prefill_chunk_multiple)] prefill_chunk_multiple: u32,
     ) -> PyResult<Self> {
         let policy = policy.parse().map_err(to_py_err)?;
         let defaults = CoreLimits::default();
@@ -452,6 +505,22 @@ impl SchedulerConfig {
     #[getter]
     fn policy(&self) -> &'static str {
         self.0.policy.name()
+    }
+
+    fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
+        let positional = ["max_num_seqs", "max_num_batched_tokens", "max_model_len"];
+        let names = [
+            "watermark",
+            "lookahead",
+            "max_plans_in_flight",
+            "policy",
+            "ageing",
+            "tenant_weights",
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "prefill_chunk_multiple",
+        ];
+        new_arguments(slf.as_any(), &positional, &names)
     }
 
     fn __repr__(&self) -> String {

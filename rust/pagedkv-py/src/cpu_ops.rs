@@ -24,7 +24,7 @@ pub(crate) fn append_kv(
     k_cache: &Bound<'_, PyAny>,
     v_cache: &Bound<'_, PyAny>,
     slot_mapping: &Bound<'_, PyAny>,
-    num_threads: Option<usize>,
+    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (k, v) = (array("k", k)?, array("v", v)?);
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
@@ -42,7 +42,7 @@ pub(crate) fn copy_blocks(
     py: Python<'_>,
     pool: &Bound<'_, PyAny>,
     pairs: &Bound<'_, PyAny>,
-    num_threads: Option<usize>,
+    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let pool = array("pool", pool)?;
     let pairs: Vec<[i32; 2]> = records("pairs", pairs)?;
@@ -58,8 +58,8 @@ pub(crate) fn move_kv(
     py: Python<'_>,
     pool: &Bound<'_, PyAny>,
     slot_moves: &Bound<'_, PyAny>,
-    group: i64,
-    num_threads: Option<usize>,
+    #[pyo3(from_py_with = crate::args::i64s::group)] group: i64,
+    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let pool = array("pool", pool)?;
     let moves: Vec<[i64; 3]> = records("slot_moves", slot_moves)?;
@@ -81,7 +81,7 @@ pub(crate) fn gather_kv(
     k_out: &Bound<'_, PyAny>,
     v_out: &Bound<'_, PyAny>,
     rows: Option<&Bound<'_, PyAny>>,
-    num_threads: Option<usize>,
+    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
     let (k_out, v_out) = (array("k_out", k_out)?, array("v_out", v_out)?);
@@ -119,7 +119,7 @@ pub(crate) fn update_block_table(
     py: Python<'_>,
     block_table: &Bound<'_, PyAny>,
     table_updates: &Bound<'_, PyAny>,
-    num_blocks: usize,
+    #[pyo3(from_py_with = crate::args::usizes::num_blocks)] num_blocks: usize,
 ) -> PyResult<()> {
     let block_table = array("block_table", block_table)?;
     let updates: Vec<[i32; 4]> = records("table_updates", table_updates)?;
@@ -144,13 +144,13 @@ pub(crate) fn paged_attention(
     out: &Bound<'_, PyAny>,
     rows: Option<&Bound<'_, PyAny>>,
     lse: Option<&Bound<'_, PyAny>>,
-    softmax_scale: Option<f32>,
-    sliding_window: Option<usize>,
-    soft_cap: Option<f32>,
+    #[pyo3(from_py_with = crate::args::optional_f32s::softmax_scale)] softmax_scale: Option<f32>,
+    #[pyo3(from_py_with = crate::args::optional_usizes::sliding_window)] sliding_window: Option<usize>,
+    #[pyo3(from_py_with = crate::args::optional_f32s::soft_cap)] soft_cap: Option<f32>,
     sinks: Option<&Bound<'_, PyAny>>,
     tree_mask: Option<&Bound<'_, PyAny>>,
     tree_mask_start_loc: Option<&Bound<'_, PyAny>>,
-    num_threads: Option<usize>,
+    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (q, out) = (array("q", q)?, array("out", out)?);
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);

@@ -2,7 +2,7 @@
 
 use pagedkv_core::Error;
 use pyo3::exceptions::{
-    PyException, PyLookupError, PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError,
+    PyException, PyLookupError, PyMemoryError, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError,
 };
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -88,7 +88,12 @@ pub(crate) fn to_py_err(error: Error) -> PyErr {
     if let Error::OutOfMemory { .. } = error {
         return PyMemoryError::new_err(error.to_string());
     }
-    raise(error.to_string(), |found| match error {
+    raise(error.to_string(), |found| class_of(&error, found))
+}
+
+fn class_of<'a>(error: &Error, found: &'a Exceptions) -> &'a Py<PyType> {
+    match error {
+        Error::InBatch { error, .. } => class_of(error, found),
         Error::NeverFits { .. } => &found.never_fits,
         Error::UnknownHandle(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } | Error::UnknownPin(_) => {
             &found.unknown
@@ -105,7 +110,12 @@ pub(crate) fn to_py_err(error: Error) -> PyErr {
         | Error::StaleComputedBlocks => &found.state,
         Error::Unsupported(_) => &found.unsupported,
         _ => &found.invalid,
-    })
+    }
+}
+
+/// An argument, or an element of one, that is of the wrong type.
+pub(crate) fn wrong_element(argument: &str, expected: &str, found: &str) -> PyErr {
+    PyTypeError::new_err(format!("{argument}: expected {expected}, found {found}"))
 }
 
 /// A refused argument.

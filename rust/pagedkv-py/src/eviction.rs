@@ -39,8 +39,8 @@ impl Scheduler {
         &self,
         prompt_token_ids: &Bound<'_, PyAny>,
         cache_salt: Option<&Bound<'_, PyAny>>,
-        lora_id: Option<i64>,
-        image_spans: Vec<Span>,
+        #[pyo3(from_py_with = crate::args::optional_i64s::lora_id)] lora_id: Option<i64>,
+        #[pyo3(from_py_with = crate::args::image_spans)] image_spans: Vec<Span>,
     ) -> PyResult<Option<(u64, u32)>> {
         let tokens = ids("prompt_token_ids", prompt_token_ids)?;
         let identity = identity(lora_id, cache_salt, image_spans)?;
@@ -49,7 +49,7 @@ impl Scheduler {
     }
 
     /// Take a pin away: its blocks are cached like others.
-    fn unpin(&self, pin: u64) -> PyResult<()> {
+    fn unpin(&self, #[pyo3(from_py_with = crate::args::u64s::pin)] pin: u64) -> PyResult<()> {
         self.core.with(|core| core.unpin(PinId::new(pin)))?.map_err(to_py_err)
     }
 
@@ -60,7 +60,7 @@ impl Scheduler {
     }
 
     /// Forget every cached prefix of an adapter that was loaded anew; its pins go with it.
-    fn invalidate_lora(&self, lora_id: i64) -> PyResult<()> {
+    fn invalidate_lora(&self, #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64) -> PyResult<()> {
         self.core.with(|core| core.invalidate_lora(lora_id))
     }
 }
@@ -73,8 +73,8 @@ impl KVCacheManager {
         &self,
         prompt_token_ids: &Bound<'_, PyAny>,
         cache_salt: Option<&Bound<'_, PyAny>>,
-        lora_id: Option<i64>,
-        image_spans: Vec<Span>,
+        #[pyo3(from_py_with = crate::args::optional_i64s::lora_id)] lora_id: Option<i64>,
+        #[pyo3(from_py_with = crate::args::image_spans)] image_spans: Vec<Span>,
     ) -> PyResult<Option<(u64, u32)>> {
         let tokens = ids("prompt_token_ids", prompt_token_ids)?;
         let identity = Arc::new(identity(lora_id, cache_salt, image_spans)?);
@@ -83,7 +83,7 @@ impl KVCacheManager {
     }
 
     /// Take a pin away: its blocks are cached like others.
-    fn unpin(&self, pin: u64) -> PyResult<()> {
+    fn unpin(&self, #[pyo3(from_py_with = crate::args::u64s::pin)] pin: u64) -> PyResult<()> {
         self.call(|core| core.unpin(PinId::new(pin)))
     }
 
@@ -96,13 +96,18 @@ impl KVCacheManager {
     /// Keep the blocks that a sequence fills or hits from now on as `cache_priority` and `cache_ttl` of
     /// `Scheduler.add_request` say.
     #[pyo3(signature = (sequence, cache_priority, cache_ttl=None))]
-    fn retain(&self, sequence: u64, cache_priority: u8, cache_ttl: Option<f64>) -> PyResult<()> {
+    fn retain(
+        &self,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        #[pyo3(from_py_with = crate::args::u8s::cache_priority)] cache_priority: u8,
+        #[pyo3(from_py_with = crate::args::optional_f64s::cache_ttl)] cache_ttl: Option<f64>,
+    ) -> PyResult<()> {
         let retention = Retention { priority: cache_priority, seconds: cache_ttl.unwrap_or(f64::INFINITY) };
         self.call(|core| core.retain(SequenceId::from_bits(sequence), retention))
     }
 
     /// Let time pass, in seconds, for cached blocks whose priority holds for a time.
-    fn advance(&self, now: f64) -> PyResult<()> {
+    fn advance(&self, #[pyo3(from_py_with = crate::args::f64s::now)] now: f64) -> PyResult<()> {
         self.call(|core| {
             core.advance(now);
             Ok(())
@@ -110,7 +115,7 @@ impl KVCacheManager {
     }
 
     /// Forget every cached prefix of an adapter that was loaded anew; its pins go with it.
-    fn invalidate_lora(&self, lora_id: i64) -> PyResult<()> {
+    fn invalidate_lora(&self, #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64) -> PyResult<()> {
         self.call(|core| {
             core.invalidate_lora(lora_id);
             Ok(())

@@ -21,16 +21,22 @@ impl<T: Send> Guarded<T> {
 
     /// Runs `call` on the object. Python is not called while the lock is held.
     ///
-    /// Another thread may hold the lock only inside such a call, and lets go of it without the interpreter: waiting
-    /// attached cannot deadlock.
+    /// The order of locks: the interpreter's may be held while this one is taken, never the other way round. Whoever holds
+    /// this one lets go of it without the interpreter, so waiting attached cannot deadlock; where `call` takes long,
+    /// others should not wait for it: see [`Self::detached`].
     pub(crate) fn with<R>(&self, call: impl FnOnce(&mut T) -> R) -> PyResult<R> {
-        // A panic drops the guard on its way out, which poisons the lock.
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.0.lock().map(|mut object| call(&mut object)).ok()));
-        match outcome {
-            Ok(Some(result)) => Ok(result),
-            Ok(None) => Err(internal(POISONED)),
-            Err(panic) => Err(internal(panic_text(panic.as_ref()))),
-        }
+        settle(catch_unwind(AssertUnwindSafe(|| self.run(call))))
+    }
+
+    /// Runs `call` on the object and lets other Python threads run meanwhile, and while it waits for the lock.
+    pub(crate) fn detached<R: Send>(&self, py: Python<'_>, call: impl FnOnce(&mut T) -> R + Send) -> PyResult<R> {
+        // The lock is given back before the interpreter is waited for.
+        settle(py.detach(|| catch_unwind(AssertUnwindSafe(|| self.run(call)))))
+    }
+
+    /// `None` for a poisoned object. A panic drops the guard on its way out, which poisons the lock.
+    fn run<R>(&self, call: impl FnOnce(&mut T) -> R) -> Option<R> {
+        self.0.lock().map(|mut object| call(&mut object)).ok()
     }
 
     /// Refuses a call that does not take the lock if an earlier one found a broken law.
@@ -45,6 +51,14 @@ impl<T: Send> Guarded<T> {
                 resume_unwind(Box::new(broken.to_string()));
             }
         })
+    }
+}
+
+fn settle<R>(outcome: std::thread::Result<Option<R>>) -> PyResult<R> {
+    match outcome {
+        Ok(Some(result)) => Ok(result),
+        Ok(None) => Err(internal(POISONED)),
+        Err(panic) => Err(internal(panic_text(panic.as_ref()))),
     }
 }
 

@@ -4,6 +4,7 @@
 
 use pyo3::prelude::*;
 
+mod args;
 mod arrays;
 mod chain_hash;
 mod config;
@@ -14,6 +15,7 @@ mod events;
 mod eviction;
 mod guard;
 mod manager;
+mod manager_batch;
 mod plan;
 mod policy;
 mod pool;
@@ -39,6 +41,8 @@ mod _core {
     use crate::dlpack::{Tensor, from_dlpack};
     #[pymodule_export]
     use crate::manager::{AllocatedSlots, ComputedBlocks, KVCacheManager};
+    #[pymodule_export]
+    use crate::manager_batch::{BatchSlots, ComputedBlocksBatch};
     #[pymodule_export]
     use crate::plan::StepPlan;
     #[pymodule_export]

@@ -53,8 +53,8 @@ impl KVCacheManager {
         &self,
         prompt_token_ids: &Bound<'_, PyAny>,
         cache_salt: Option<&Bound<'_, PyAny>>,
-        lora_id: Option<i64>,
-        image_spans: Vec<Span>,
+        #[pyo3(from_py_with = crate::args::optional_i64s::lora_id)] lora_id: Option<i64>,
+        #[pyo3(from_py_with = crate::args::image_spans)] image_spans: Vec<Span>,
         use_prefix_cache: bool,
     ) -> PyResult<u64> {
         let tokens = ids("prompt_token_ids", prompt_token_ids)?;
@@ -74,13 +74,21 @@ impl KVCacheManager {
     ///     How many of the draft tokens at these places hold: they count as computed when their plan commits. The slots of
     ///     the others are taken back.
     #[pyo3(signature = (sequence, token_ids, *, num_accepted=0))]
-    fn append_tokens(&self, sequence: u64, token_ids: &Bound<'_, PyAny>, num_accepted: u32) -> PyResult<()> {
+    fn append_tokens(
+        &self,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        token_ids: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = crate::args::u32s::num_accepted)] num_accepted: u32,
+    ) -> PyResult<()> {
         let tokens = ids("token_ids", token_ids)?;
         self.call(|core| core.append_accepted(SequenceId::from_bits(sequence), &tokens, num_accepted))
     }
 
     /// The longest cached prefix from where the sequence stands; nothing is changed. At least one token is left over.
-    fn get_computed_blocks(&self, sequence: u64) -> PyResult<ComputedBlocks> {
+    fn get_computed_blocks(
+        &self,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+    ) -> PyResult<ComputedBlocks> {
         self.call(|core| core.get_computed_blocks(SequenceId::from_bits(sequence))).map(ComputedBlocks)
     }
 
@@ -109,10 +117,10 @@ impl KVCacheManager {
     #[pyo3(signature = (sequence, num_new_tokens, computed=None, *, num_draft_tokens=0))]
     fn allocate_slots(
         &self,
-        sequence: u64,
-        num_new_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        #[pyo3(from_py_with = crate::args::u32s::num_new_tokens)] num_new_tokens: u32,
         computed: Option<&ComputedBlocks>,
-        num_draft_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::num_draft_tokens)] num_draft_tokens: u32,
     ) -> PyResult<Option<AllocatedSlots>> {
         let none = CoreComputed::default();
         let computed = computed.map_or(&none, |computed| &computed.0);
@@ -124,33 +132,41 @@ impl KVCacheManager {
 
     /// End the oldest plan: what it filled is public. Tokens that nobody told by now, and draft tokens that nobody
     /// accepted, do not count.
-    fn commit(&self, plan: u64) -> PyResult<()> {
+    fn commit(&self, #[pyo3(from_py_with = crate::args::u64s::plan)] plan: u64) -> PyResult<()> {
         self.call(|core| core.commit(PlanId::new(plan)))
     }
 
     /// Undo a plan and every plan behind it.
-    fn rollback(&self, plan: u64) -> PyResult<()> {
+    fn rollback(&self, #[pyo3(from_py_with = crate::args::u64s::plan)] plan: u64) -> PyResult<()> {
         self.call(|core| core.rollback(PlanId::new(plan)))
     }
 
     /// A second sequence with the same tokens and blocks. It takes no block; the shared last one is copied when one of
     /// the two first writes into it.
-    fn fork(&self, sequence: u64) -> PyResult<u64> {
+    fn fork(&self, #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64) -> PyResult<u64> {
         self.call(|core| core.fork(SequenceId::from_bits(sequence))).map(SequenceId::to_bits)
     }
 
     /// Cut a sequence to its first tokens and release the blocks behind them.
-    fn truncate(&self, sequence: u64, num_tokens: u32) -> PyResult<()> {
+    fn truncate(
+        &self,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        #[pyo3(from_py_with = crate::args::u32s::num_tokens)] num_tokens: u32,
+    ) -> PyResult<()> {
         self.call(|core| core.truncate(SequenceId::from_bits(sequence), num_tokens))
     }
 
     /// End a sequence and release its blocks.
-    fn free(&self, sequence: u64) -> PyResult<()> {
+    fn free(&self, #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64) -> PyResult<()> {
         self.call(|core| core.free(SequenceId::from_bits(sequence)))
     }
 
     /// Block table of a sequence, int32 (num_blocks,).
-    fn block_table<'py>(&self, py: Python<'py>, sequence: u64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    fn block_table<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let table = self.call(|core| {
             let table = core.block_table(SequenceId::from_bits(sequence))?;
             Ok(table.iter().map(|block| block.get() as i32).collect::<Vec<_>>())
@@ -159,12 +175,12 @@ impl KVCacheManager {
     }
 
     /// Known tokens of a sequence.
-    fn num_tokens(&self, sequence: u64) -> PyResult<u32> {
+    fn num_tokens(&self, #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64) -> PyResult<u32> {
         self.call(|core| core.num_tokens(SequenceId::from_bits(sequence)))
     }
 
     /// Tokens of a sequence that committed plans computed.
-    fn num_computed_tokens(&self, sequence: u64) -> PyResult<u32> {
+    fn num_computed_tokens(&self, #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64) -> PyResult<u32> {
         self.call(|core| core.num_computed_tokens(SequenceId::from_bits(sequence)))
     }
 
@@ -200,7 +216,12 @@ impl KVCacheManager {
     }
 
     /// Say what an adapter is called in events and in their hashes, before it is first used.
-    fn name_lora(&self, lora_id: i64, name: String, path: String) -> PyResult<()> {
+    fn name_lora(
+        &self,
+        #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64,
+        name: String,
+        path: String,
+    ) -> PyResult<()> {
         self.0.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
     }
 

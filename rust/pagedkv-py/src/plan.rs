@@ -183,7 +183,12 @@ impl StepPlan {
     }
 
     /// A new plan with arrays of these sizes, padded so that kernels skip the rest: rows 0, slots -1, lengths 0.
-    fn pad_to(&self, sequences: u32, tokens: u32, samples: u32) -> PyResult<Self> {
+    fn pad_to(
+        &self,
+        #[pyo3(from_py_with = crate::args::u32s::sequences)] sequences: u32,
+        #[pyo3(from_py_with = crate::args::u32s::tokens)] tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::samples)] samples: u32,
+    ) -> PyResult<Self> {
         let plan = self.plan.pad_to(sequences, tokens, samples).map_err(to_py_err)?;
         Ok(Self { plan, scheduler: self.scheduler.clone() })
     }
@@ -191,7 +196,11 @@ impl StepPlan {
     /// Write the block tables of the plan's sequences in a cache group into `out`, int32 (S, columns), while the plan is in
     /// flight. Where a window needs no block the null block, 0, is written.
     #[pyo3(signature = (out, group=0))]
-    fn write_block_table(&self, out: &Bound<'_, PyAny>, group: usize) -> PyResult<()> {
+    fn write_block_table(
+        &self,
+        out: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
+    ) -> PyResult<()> {
         let id = self.id();
         let scheduler = self.scheduler()?;
         let found = out.extract::<PyReadwriteArray2<'_, i32>>();
@@ -209,7 +218,7 @@ impl StepPlan {
         indptr: &Bound<'_, PyAny>,
         indices: &Bound<'_, PyAny>,
         last_page_len: &Bound<'_, PyAny>,
-        group: usize,
+        #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
     ) -> PyResult<usize> {
         let (mut indptr, mut indices) = (i32s_mut("indptr", indptr)?, i32s_mut("indices", indices)?);
         let mut last = i32s_mut("last_page_len", last_page_len)?;

@@ -26,7 +26,7 @@ fn blocks(object: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
 #[pymethods]
 impl BlockPool {
     #[new]
-    fn new(num_blocks: u32) -> PyResult<Self> {
+    fn new(#[pyo3(from_py_with = crate::args::u32s::num_blocks)] num_blocks: u32) -> PyResult<Self> {
         Ok(Self(Guarded::new(Core::new(&CoreConfig::new(num_blocks)).map_err(to_py_err)?)))
     }
 
@@ -36,7 +36,11 @@ impl BlockPool {
     /// -------
     /// ndarray of int32, shape (num_blocks,), or None
     ///     None, and nothing changed, if there are not enough.
-    fn allocate<'py>(&self, py: Python<'py>, num_blocks: usize) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
+    fn allocate<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = crate::args::usizes::num_blocks)] num_blocks: usize,
+    ) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
         let taken = self.0.with(|core| {
             if num_blocks > core.num_available() as usize {
                 return None;

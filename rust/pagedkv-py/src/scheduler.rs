@@ -74,13 +74,14 @@ fn monotonic(py: Python<'_>) -> PyResult<f64> {
 }
 
 impl Scheduler {
-    /// Runs a step at a time.
-    fn at<R>(
+    /// Runs a step at a time; other Python threads run meanwhile.
+    fn at<R: Send>(
         &self,
+        py: Python<'_>,
         now: f64,
-        call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>,
+        call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R> + Send,
     ) -> PyResult<pagedkv_core::Result<R>> {
-        self.core.with(|core| core.advance(now).and_then(|()| call(core)))
+        self.core.detached(py, |core| core.advance(now).and_then(|()| call(core)))
     }
 }
 
@@ -168,22 +169,22 @@ impl Scheduler {
         &self,
         request_id: String,
         prompt_token_ids: &Bound<'_, PyAny>,
-        max_tokens: u32,
-        n: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_tokens)] max_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::n)] n: u32,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
-        min_tokens: u32,
-        priority: i32,
+        #[pyo3(from_py_with = crate::args::u32s::min_tokens)] min_tokens: u32,
+        #[pyo3(from_py_with = crate::args::i32s::priority)] priority: i32,
         tenant: Option<String>,
         cache_salt: Option<&Bound<'_, PyAny>>,
-        lora_id: Option<i64>,
-        image_spans: Vec<Span>,
+        #[pyo3(from_py_with = crate::args::optional_i64s::lora_id)] lora_id: Option<i64>,
+        #[pyo3(from_py_with = crate::args::image_spans)] image_spans: Vec<Span>,
         use_prefix_cache: bool,
-        num_external_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::num_external_tokens)] num_external_tokens: u32,
         needs_commit: bool,
         session: bool,
-        cache_priority: Option<u8>,
-        cache_ttl: Option<f64>,
-        now: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_u8s::cache_priority)] cache_priority: Option<u8>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::cache_ttl)] cache_ttl: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<i64> {
         let request = NewRequest {
             request_id,
@@ -210,13 +211,21 @@ impl Scheduler {
     ///
     /// The id of a request that is aborted as a whole may be used again at once.
     #[pyo3(signature = (handle, sequence=None))]
-    fn abort(&self, handle: i64, sequence: Option<u32>) -> PyResult<()> {
+    fn abort(
+        &self,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::optional_u32s::sequence)] sequence: Option<u32>,
+    ) -> PyResult<()> {
         self.core.check_usable()?;
         self.inbox.abort(Handle::new(handle), sequence).map_err(to_py_err)
     }
 
     /// End a sample before the next `schedule` because the caller found its end, a stop string say.
-    fn finish(&self, handle: i64, sequence: u32) -> PyResult<()> {
+    fn finish(
+        &self,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::u32s::sequence)] sequence: u32,
+    ) -> PyResult<()> {
         self.core.with(|core| core.finish(Handle::new(handle), sequence))?.map_err(to_py_err)
     }
 
@@ -241,14 +250,18 @@ impl Scheduler {
     /// -----
     /// Cost: O(sequences + tokens + changed table entries); it does not depend on the length of running contexts.
     #[pyo3(signature = (*, now=None))]
-    fn schedule(&self, py: Python<'_>, now: Option<f64>) -> PyResult<StepPlan> {
+    fn schedule(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
+    ) -> PyResult<StepPlan> {
         let now = now.map_or_else(|| monotonic(py), Ok)?;
         let plan = match &self.policy {
             Some(policy) => {
                 let (handles, keys) = ask(&self.core, policy.bind(py))?;
-                self.at(now, |core| core.schedule_by(&handles, &keys))?
+                self.at(py, now, |core| core.schedule_by(&handles, &keys))?
             }
-            None => self.at(now, Core::schedule)?,
+            None => self.at(py, now, Core::schedule)?,
         };
         let plan = plan.map_err(to_py_err)?;
         Ok(StepPlan::new(plan, &self.core))
@@ -292,7 +305,7 @@ impl Scheduler {
         tokens: &Bound<'_, PyAny>,
         parents: Option<&Bound<'_, PyAny>>,
         accepted: Option<&Bound<'_, PyAny>>,
-        now: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<StepResult> {
         let now = now.map_or_else(|| monotonic(py), Ok)?;
         let id = plan.id_for(&self.core)?;
@@ -309,15 +322,15 @@ impl Scheduler {
             if path_width != width {
                 return Err(invalid("accepted", &format!("rows of {width}, as tokens has"), &path_width.to_string()));
             }
-            self.at(now, |core| core.commit_trees(id, &rows, &accepted, width))?
+            self.at(py, now, |core| core.commit_trees(id, &rows, &accepted, width))?
         } else if let Some(parents) = parents {
             let (tokens, parents) = (ids("tokens", tokens)?, ids("parents", parents)?);
-            self.at(now, |core| core.commit_beams(id, &tokens, &parents))?
+            self.at(py, now, |core| core.commit_beams(id, &tokens, &parents))?
         } else if let Some((rows, width)) = rows("tokens", tokens)? {
-            self.at(now, |core| core.commit_drafts(id, &rows, width))?
+            self.at(py, now, |core| core.commit_drafts(id, &rows, width))?
         } else {
             let tokens = ids("tokens", tokens)?;
-            self.at(now, |core| core.commit(id, &tokens))?
+            self.at(py, now, |core| core.commit(id, &tokens))?
         };
         result.map(StepResult).map_err(to_py_err)
     }
@@ -358,9 +371,9 @@ impl Scheduler {
     /// ------
     /// StateError
     ///     If the plan is not in flight.
-    fn rollback(&self, plan: &StepPlan) -> PyResult<()> {
+    fn rollback(&self, py: Python<'_>, plan: &StepPlan) -> PyResult<()> {
         let id = plan.id_for(&self.core)?;
-        self.core.with(|core| core.rollback(id))?.map_err(to_py_err)
+        self.core.detached(py, |core| core.rollback(id))?.map_err(to_py_err)
     }
 
     /// Whether a request that was added has not ended.
@@ -384,9 +397,9 @@ impl Scheduler {
     fn block_table<'py>(
         &self,
         py: Python<'py>,
-        handle: i64,
-        sequence: u32,
-        group: usize,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::u32s::sequence)] sequence: u32,
+        #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
     ) -> PyResult<Option<Bound<'py, PyArray1<i32>>>> {
         let table = self.core.with(|core| {
             let table = core.group_table(Handle::new(handle), sequence, group)?;
@@ -439,7 +452,7 @@ impl Scheduler {
     /// ------
     /// UnknownIdError
     ///     For a request that has ended, or that no `schedule` or `commit` has taken up yet.
-    fn request_stats(&self, handle: i64) -> PyResult<RequestStats> {
+    fn request_stats(&self, #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64) -> PyResult<RequestStats> {
         let stats = self.core.with(|core| core.request_stats(Handle::new(handle)))?;
         stats.map(Into::into).map_err(to_py_err)
     }
@@ -466,7 +479,12 @@ impl Scheduler {
     }
 
     /// Say what an adapter is called in events and in their hashes, before it is first used.
-    fn name_lora(&self, lora_id: i64, name: String, path: String) -> PyResult<()> {
+    fn name_lora(
+        &self,
+        #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64,
+        name: String,
+        path: String,
+    ) -> PyResult<()> {
         self.core.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
     }
 

@@ -102,7 +102,7 @@ impl SaturatedReplay {
 
     /// Mean share of the slots of held blocks that hold no token, over the steps behind the first `warm_up` share.
     #[pyo3(signature = (warm_up=0.1))]
-    fn mean_waste(&self, warm_up: f64) -> f64 {
+    fn mean_waste(&self, #[pyo3(from_py_with = crate::args::f64s::warm_up)] warm_up: f64) -> f64 {
         self.replay.mean_waste(self.block_size, warm_up)
     }
 }

@@ -37,14 +37,9 @@ impl KVCacheManager {
             return Ok(None);
         }
         self.extend(index, num_slots, computed);
-        let grown = &mut self.sequences[index];
-        if num_draft_tokens > 0 {
-            grown.num_drafts = num_draft_tokens;
-            let plan = self.plans.back_mut().expect("a plan is open");
-            grown.drafts_at = (plan.id, plan.growths.len() as u32 - 1);
-            plan.growths.last_mut().expect("the growth is recorded").has_drafts = true;
-        }
-        let slots = grown.num_scheduled - num_slots..grown.num_scheduled;
+        self.mark_drafts(index, num_draft_tokens);
+        let end = self.sequences[index].num_scheduled;
+        let slots = end - num_slots..end;
         let groups = 0..self.groups.len();
         let slot_mapping = groups.flat_map(|group| slots.clone().map(move |position| (group, position)));
         let slot_mapping = slot_mapping.map(|(group, position)| self.slot(index, group, position)).collect();
@@ -69,11 +64,25 @@ impl KVCacheManager {
     pub fn append_accepted(&mut self, sequence: SequenceId, tokens: &[i32], num_accepted: u32) -> Result<()> {
         let index = self.find(sequence)?;
         self.check_append(index, tokens, num_accepted)?;
+        self.append_checked(index, tokens, num_accepted);
+        Ok(())
+    }
+
+    pub(super) fn append_checked(&mut self, index: usize, tokens: &[i32], num_accepted: u32) {
         if self.drafts_under(index, tokens.len()) > 0 {
             self.settle_drafts(index, num_accepted);
         }
         tokens.iter().for_each(|&token| self.append_token(index, token));
-        Ok(())
+    }
+
+    /// Remembers that the last tokens of the latest growth are guesses.
+    pub(super) fn mark_drafts(&mut self, index: usize, num_drafts: u32) {
+        if num_drafts > 0 {
+            let plan = self.plans.back_mut().expect("a plan is open");
+            plan.growths.last_mut().expect("the growth is recorded").has_drafts = true;
+            self.sequences[index].num_drafts = num_drafts;
+            self.sequences[index].drafts_at = (plan.id, plan.growths.len() as u32 - 1);
+        }
     }
 
     pub(super) fn check_append(&self, index: usize, tokens: &[i32], num_accepted: u32) -> Result<()> {

@@ -5,6 +5,7 @@
 //! becomes public in the prefix cache when the plan that fills it commits; until then only sequences of that plan and
 //! of plans behind it may take it. What is released while a plan in flight names it is reused after that plan only.
 
+mod batch;
 mod coming;
 mod group_lookup;
 mod matching;
@@ -27,6 +28,7 @@ use crate::error::{Error, Result, invalid, invalid_element};
 use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::identity::{Identity, Tokens};
 use crate::ids::{BlockId, NULL_BLOCK, NodeId, PlanId, SequenceId};
+pub use batch::{BatchSlots, Growths};
 pub(crate) use matching::Match;
 pub use pins::PinId;
 pub(crate) use pins::Pins;

@@ -113,7 +113,11 @@ impl Tensor {
     }
 
     /// The part at `index` of dimension `axis`, without that dimension; it shares the memory.
-    fn select(&self, axis: usize, index: i64) -> PyResult<Self> {
+    fn select(
+        &self,
+        #[pyo3(from_py_with = crate::args::usizes::axis)] axis: usize,
+        #[pyo3(from_py_with = crate::args::i64s::index)] index: i64,
+    ) -> PyResult<Self> {
         let Some(size) = self.shape.get(axis).copied() else {
             let found = shape_text(&self.shape);
             return Err(PyIndexError::new_err(format!("axis: {axis} is not in shape {found}")));
@@ -141,7 +145,13 @@ impl Tensor {
     ///
     /// Errors call the array `argument`.
     #[pyo3(signature = (axis, sizes, dtype, *, argument="tensor"))]
-    fn reinterpret(&self, axis: usize, sizes: Vec<i64>, dtype: &str, argument: &str) -> PyResult<Self> {
+    fn reinterpret(
+        &self,
+        #[pyo3(from_py_with = crate::args::usizes::axis)] axis: usize,
+        sizes: Vec<i64>,
+        dtype: &str,
+        argument: &str,
+    ) -> PyResult<Self> {
         self.reinterpreted(axis, sizes, parse_dtype(dtype)?, argument)
     }
 

@@ -1,15 +1,17 @@
 """Requests: adding and admitting them, a whole prompt from the cache, a burst that shares a prefix."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-import pagedkv
-from scheduler import work
-from scheduler.measured import Measured
+from pagedkv.bench.lines import work
+from pagedkv.bench.lines.measured import Measured
+from pagedkv.scheduling import Scheduler
 
 BURST_PREFIX = 8000
 
 
-def _after_first(first: work.Prompt, budget: int = 8192) -> pagedkv.Scheduler:
+def _after_first(first: work.Prompt, budget: int = 8192) -> Scheduler:
     """Return a scheduler in which one request has run from beginning to end."""
     scheduler = work.make_scheduler(256, 100_000, budget)
     work.add(scheduler, "first", first, 1)
@@ -21,7 +23,7 @@ def add_request_1024(*, as_list: bool) -> Measured:
     """Return microseconds of `add_request` with 1,024 tokens, of which 768 are cached."""
     first, *others = work.prompts(501, 1024, 768)
     scheduler = _after_first(first)
-    requests = others if as_list else work.as_arrays(others)
+    requests: Sequence[work.Prompt] = others if as_list else work.as_arrays(others)
     return Measured([work.add(scheduler, str(i), prompt, 16) for i, prompt in enumerate(requests)])
 
 

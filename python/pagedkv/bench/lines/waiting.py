@@ -2,9 +2,9 @@
 
 import numpy as np
 
-import pagedkv
-from scheduler import work
-from scheduler.measured import Measured
+from pagedkv.bench.lines import work
+from pagedkv.bench.lines.measured import Measured
+from pagedkv.scheduling import Scheduler
 
 NUM_WAITING = 4096
 NUM_GROUPS = 16
@@ -37,7 +37,7 @@ def lpm_4096_changed() -> Measured:
     return Measured(samples, sizes=_sizes(scheduler))
 
 
-def _waiting() -> pagedkv.Scheduler:
+def _waiting() -> Scheduler:
     """Return a scheduler whose seats are all taken and in which 4,096 requests wait.
 
     A request sits on each of 16 seats and computes a prompt of 2,048 tokens, 256 a step; 256 requests that share 1,792
@@ -57,6 +57,6 @@ def _waiting() -> pagedkv.Scheduler:
     return scheduler
 
 
-def _sizes(scheduler: pagedkv.Scheduler) -> dict[str, float]:
+def _sizes(scheduler: Scheduler) -> dict[str, float]:
     num_running, num_waiting = scheduler.num_requests()
     return {"num_running": num_running, "num_waiting": num_waiting, "shared_tokens": SHARED_LEN}

@@ -4,8 +4,9 @@ import statistics
 
 import numpy as np
 
-from scheduler import work
-from scheduler.measured import Measured
+from pagedkv.bench.lines import work
+from pagedkv.bench.lines.measured import Measured
+from pagedkv.scheduling import Scheduler
 
 SHORT, LONG = 512, 32768
 CONTEXT_SEATS = 256
@@ -42,7 +43,7 @@ def decode_context_cost() -> Measured:
     return Measured([long / short], sizes={"context_512_us": short, "context_32768_us": long})
 
 
-def _decoding(length: int) -> work.pagedkv.Scheduler:
+def _decoding(length: int) -> Scheduler:
     """Return a scheduler in which every seat has a prompt of this length behind it."""
     num_blocks = CONTEXT_SEATS * (LONG + CONTEXT_STEPS + work.BLOCK_SIZE) // work.BLOCK_SIZE + 1
     scheduler = work.make_scheduler(CONTEXT_SEATS, num_blocks, budget=1 << 20)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import pagedkv
+from pagedkv.config import CacheConfig, SchedulerConfig
+from pagedkv.scheduling import Scheduler, StepPlan
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 65536
@@ -17,29 +18,32 @@ SAMPLED = np.full(1 << 16, 7, np.int32)  # what the model would sample
 Prompt = NDArray[np.int32] | list[int]
 
 
-def make_scheduler(max_num_seqs: int, num_blocks: int, budget: int = 8192, **limits: Any) -> pagedkv.Scheduler:
-    scheduler_config = pagedkv.SchedulerConfig(max_num_seqs, budget, MAX_MODEL_LEN, **limits)
-    return pagedkv.Scheduler(pagedkv.CacheConfig(num_blocks, BLOCK_SIZE), scheduler_config)
+def make_scheduler(max_num_seqs: int, num_blocks: int, budget: int = 8192, **limits: Any) -> Scheduler:
+    """Return a scheduler over a pool of its own."""
+    scheduler_config = SchedulerConfig(max_num_seqs, budget, MAX_MODEL_LEN, **limits)
+    return Scheduler(CacheConfig(num_blocks, BLOCK_SIZE), scheduler_config)
 
 
 def prompts(count: int, length: int, shared: int) -> list[list[int]]:
+    """Return prompts that begin with the same tokens."""
     rng = random.Random(0)
     head = [rng.randrange(100_000) for _ in range(shared)]
     return [head + [rng.randrange(100_000) for _ in range(length - shared)] for _ in range(count)]
 
 
 def as_arrays(prompts: Sequence[list[int]]) -> list[NDArray[np.int32]]:
+    """Return the prompts as the arrays that are the fast way in."""
     return [np.array(prompt, np.int32) for prompt in prompts]
 
 
-def add(scheduler: pagedkv.Scheduler, request_id: str, prompt: Prompt, max_tokens: int) -> float:
+def add(scheduler: Scheduler, request_id: str, prompt: Prompt, max_tokens: int) -> float:
     """Add a request; return the microseconds."""
     start = time.perf_counter()
     scheduler.add_request(request_id, prompt, max_tokens=max_tokens)
     return (time.perf_counter() - start) * 1e6
 
 
-def step(scheduler: pagedkv.Scheduler) -> tuple[float, float, pagedkv.StepPlan]:
+def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
     """Run one step; return the microseconds of `schedule` and of `commit`, and the plan."""
     start = time.perf_counter()
     plan = scheduler.schedule()
@@ -50,7 +54,8 @@ def step(scheduler: pagedkv.Scheduler) -> tuple[float, float, pagedkv.StepPlan]:
     return scheduling * 1e6, (time.perf_counter() - start) * 1e6, plan
 
 
-def run_to_end(scheduler: pagedkv.Scheduler) -> None:
+def run_to_end(scheduler: Scheduler) -> None:
+    """Run steps until every request has ended."""
     while scheduler.has_unfinished_requests():
         step(scheduler)
 
@@ -58,4 +63,4 @@ def run_to_end(scheduler: pagedkv.Scheduler) -> None:
 def mean_per_block(micros: Sequence[float]) -> list[float]:
     """Return the mean of every 16 steps: one in sixteen takes a new block for each sequence."""
     whole = len(micros) // BLOCK_SIZE * BLOCK_SIZE
-    return np.reshape(micros[:whole], (-1, BLOCK_SIZE)).mean(axis=1).tolist()
+    return [float(mean) for mean in np.reshape(micros[:whole], (-1, BLOCK_SIZE)).mean(axis=1)]

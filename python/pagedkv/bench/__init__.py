@@ -1,0 +1,1 @@
+"""Benchmarks for people: `pagedkv bench`."""

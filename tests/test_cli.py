@@ -1,0 +1,156 @@
+"""The command line, and the benchmarks for people behind it."""
+
+import builtins
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from pagedkv import cli
+from pagedkv.bench import workloads
+from pagedkv.bench.drive import Clock, StepTime, drive
+from pagedkv.config import CacheConfig, SchedulerConfig
+from pagedkv.scheduling import Scheduler
+
+SMALL = ["--num-requests", "40", "--input-len", "24", "--output-len", "8", "--rate", "200"]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """The version is the installed distribution's, which a source tree has not."""
+    monkeypatch.setattr(cli, "version", lambda name: "0")
+
+
+def measure(tmp_path, *arguments):
+    path = tmp_path / "figures.jsonl"
+    assert cli.main(["bench", "scheduler", *arguments, "--json", str(path)]) == 0
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["random", *SMALL],
+        ["prefix-repetition", *SMALL, "--num-prefixes", "4", "--prefix-len", "32", "--suffix-len", "8"],
+        ["chat", "--num-requests", "20", "--rate", "200"],
+        ["random", *SMALL, "--arrivals", "burst", "--burst-size", "10", "--burst-interval", "0.1"],
+    ],
+    ids=["random", "prefix", "chat", "burst"],
+)
+def test_bench_scheduler_runs_every_request_of_a_workload(tmp_path, capsys, arguments):
+    [figures] = measure(tmp_path, *arguments)
+    assert figures["requests"] + figures["refused"] == int(arguments[arguments.index("--num-requests") + 1])
+    assert figures["refused"] == 0
+    assert "step_us_p99" in capsys.readouterr().out
+
+
+def test_bench_scheduler_repeats_itself_with_the_same_seed(tmp_path):
+    timeless = ("requests", "steps", "tokens", "elapsed_s", "queue_s_mean", "hit_rate", "preemptions", "usage_max")
+    runs = [measure(tmp_path, "random", *SMALL, "--seed", seed)[0] for seed in ("3", "3", "4")]
+    first, again, other = ([run[name] for name in timeless] for run in runs)
+    assert first == again
+    assert first != other
+
+
+def test_bench_scheduler_reads_a_trace_and_its_arrivals(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt_tokens,output_tokens\n0.0,10,3\n2.5,20,1\n")
+    [figures] = measure(tmp_path, "trace", "--trace", str(trace), "--use-trace-arrivals")
+    assert figures["requests"] == 2
+    assert figures["tokens"] == 10 + 2 + 20
+    assert figures["elapsed_s"] > 2.5
+
+
+def test_bench_scheduler_measures_the_lines_of_the_benchmark(tmp_path):
+    [line] = measure(tmp_path, "lines", "--only", "burst_256")
+    assert (line["what"], line["ours"]) == ("burst_256", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "expected one of the columns prompt_tokens"),
+        ("prompt_tokens,output_tokens\n1,x\n", "request 1: output_tokens: expected a whole number, found 'x'"),
+        ("prompt_tokens,output_tokens\n", "expected at least one request"),
+    ],
+)
+def test_bench_scheduler_says_what_is_wrong_with_a_trace(tmp_path, capsys, text, message):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(text)
+    assert cli.main(["bench", "scheduler", "trace", "--trace", str(trace)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_command_says_which_extra_is_missing(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith(("rich", "pagedkv.bench"))]:
+        monkeypatch.delitem(sys.modules, name)
+    load = builtins.__import__
+
+    def without_rich(name, *arguments, **keywords):
+        if name.partition(".")[0] == "rich":
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+        return load(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    assert cli.main(["bench", "scheduler", "random"]) == 2
+    assert 'rich is not installed, which this command needs: pip install "pagedkv[bench]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["bench", "scheduler", "--help"]])
+def test_help_of_a_command_is_printed(capsys, arguments):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(arguments)
+    assert "usage: pagedkv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--rate", "0"], ["--num-requests", "0"], ["--range-ratio", "1"]])
+def test_argument_out_of_range_is_refused(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "scheduler", "random", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+# --- its parts
+
+
+def test_poisson_arrivals_come_at_their_rate():
+    arrivals = workloads.poisson(np.random.default_rng(0), 20_000, 50.0)
+    assert arrivals[-1] == pytest.approx(20_000 / 50, rel=0.05)
+    gaps = np.diff(arrivals)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)
+
+
+def test_bursts_come_at_once():
+    assert workloads.bursts(5, 2, 1.5).tolist() == [0.0, 0.0, 1.5, 1.5, 3.0]
+
+
+def test_prompts_of_one_prefix_differ_behind_it():
+    prompts, outputs = workloads.prefix_repetition(np.random.default_rng(0), 6, 2, 8, 4, 5)
+    assert len({prompt[:8].tobytes() for prompt in prompts}) == 2
+    assert len({prompt.tobytes() for prompt in prompts}) == 6
+    assert outputs.tolist() == [5] * 6
+
+
+def test_requests_that_can_never_fit_are_counted_and_left_out():
+    scheduler = Scheduler(CacheConfig(8, 4), SchedulerConfig(4, 64, 64))
+    requests = [workloads.Request(np.arange(length, dtype=np.int32), 2, 0.0) for length in (5, 60)]
+    measured = drive(scheduler, requests, StepTime(1000, 0), Clock(is_virtual=True))
+    assert (measured.num_requests, measured.num_refused) == (1, 1)
+    assert measured.elapsed_s == pytest.approx(0.002)
+
+
+def test_time_in_the_queue_is_that_before_the_first_plan():
+    scheduler = Scheduler(CacheConfig(64, 4), SchedulerConfig(1, 64, 64))
+    requests = [workloads.Request(np.arange(4, dtype=np.int32), 3, 0.0)] * 2
+    measured = drive(scheduler, requests, StepTime(1000, 0), Clock(is_virtual=True))
+    assert measured.queue_s == pytest.approx([0.0, 0.003])
+
+
+def test_real_clock_sleeps():
+    clock = Clock(is_virtual=False)
+    clock.wait(0.01)
+    assert clock.now() >= 0.01
