@@ -15,6 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import pagedkv
 
 HEAD_DIM = 8
+# Layers by (head_dim, sliding_window), a group each: the narrower the heads, the larger the blocks.
+GROUPS = [
+    [(HEAD_DIM, None)],
+    [(HEAD_DIM, 3)],
+    [(HEAD_DIM, None), (HEAD_DIM, 4)],
+    [(HEAD_DIM, 2), (HEAD_DIM // 2, None), (HEAD_DIM // 2, 5)],
+]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
@@ -25,9 +32,15 @@ class StepLoop(RuleBasedStateMachine):
         budget=st.integers(1, 16),
         in_flight=st.integers(1, 2),
         lookahead=st.sampled_from([0, 0, 3, 5]),
+        layers=st.sampled_from(GROUPS),
     )
-    def start(self, block_size, num_blocks, budget, in_flight, lookahead):
-        cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=[pagedkv.GroupSpec(1, 1, HEAD_DIM)])
+    def start(self, block_size, num_blocks, budget, in_flight, lookahead, layers):
+        groups = [
+            pagedkv.GroupSpec([layer], 1, head_dim, sliding_window=window)
+            for layer, (head_dim, window) in enumerate(layers)
+        ]
+        num_blocks *= len(groups)
+        cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=groups)
         scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, max_plans_in_flight=in_flight, lookahead=lookahead)
         self.lookahead = lookahead
         self.scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
@@ -116,7 +129,6 @@ class StepLoop(RuleBasedStateMachine):
 
     def write_and_read(self, plan):
         sampled = self.sampled_in_flight(plan)
-        k_cache, v_cache = self.cache.layer(0)
         histories, paths = [], []
         for i, key in enumerate(self.keys(plan)):
             text = self.texts[key] + sampled.get(key, [])
@@ -137,22 +149,28 @@ class StepLoop(RuleBasedStateMachine):
             for i, history in enumerate(histories)
             for number in history[len(history) - (plan.query_start_loc[i + 1] - plan.query_start_loc[i]) :]
         ]
-        values = np.repeat(np.array(new, np.float32)[:, None, None], HEAD_DIM, axis=2)
-        self.cache.append_kv(0, values, values, plan.slot_mapping[0])
-        self.attend(plan, k_cache, v_cache, paths)
-        for row, history in zip(plan.rows, histories, strict=True):
-            table = self.cache.block_table[0, row]
-            positions = np.arange(len(history))
-            size = self.cache.block_size
-            assert k_cache[table[positions // size], 0, positions % size, 0].tolist() == history
-            assert v_cache[table[positions // size], 0, positions % size, -1].tolist() == history
+        new_lens = np.diff(plan.query_start_loc)
+        for number, group in enumerate(self.cache.groups):
+            values = np.repeat(np.array(new, np.float32)[:, None, None], group.head_dim, axis=2)
+            self.cache.append_kv(group.layers[0], values, values, plan.slot_mapping[number])
+            k_cache, v_cache = self.cache.layer(group.layers[0])
+            size = group.block_size
+            for row, history, num_new in zip(plan.rows, histories, new_lens.tolist(), strict=True):
+                table = self.cache.block_table[number, row]
+                first = max(0, len(history) - num_new + 1 - (group.sliding_window or len(history) + 1))
+                positions = np.arange(first, len(history))
+                assert k_cache[table[positions // size], 0, positions % size, 0].tolist() == history[first:]
+                assert v_cache[table[positions // size], 0, positions % size, -1].tolist() == history[first:]
+            if group.sliding_window is None:
+                self.attend(plan, number, group, paths)
 
-    def attend(self, plan, k_cache, v_cache, paths):
+    def attend(self, plan, number, group, paths):
         """With queries of 0 each token gets the mean of the numbers that it sees."""
         if plan.num_tokens == 0:
             return
-        q = np.zeros((plan.num_tokens, 1, HEAD_DIM), np.float32)
-        batch = (self.cache.block_table[0], plan.seq_lens, plan.query_start_loc, plan.rows)
+        k_cache, v_cache = self.cache.layer(group.layers[0])
+        q = np.zeros((plan.num_tokens, 1, group.head_dim), np.float32)
+        batch = (self.cache.block_table[number], plan.seq_lens, plan.query_start_loc, plan.rows)
         masks = {"tree_mask": plan.tree_mask, "tree_mask_start_loc": plan.tree_mask_start_loc}
         out = pagedkv.paged_attention(q, k_cache, v_cache, *batch, **masks)
         np.testing.assert_allclose(out[:, 0, 0], [np.mean(path) for path in paths], rtol=1e-5)

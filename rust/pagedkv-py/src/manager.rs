@@ -147,7 +147,8 @@ impl KVCacheManager {
         self.call(|core| core.fork(SequenceId::from_bits(sequence))).map(SequenceId::to_bits)
     }
 
-    /// Cut a sequence to its first tokens and release the blocks behind them.
+    /// Cut a sequence to its first tokens and release the blocks behind them. Where a window needs a block before the cut
+    /// that has left it, nothing of the sequence counts as computed any more.
     fn truncate(
         &self,
         #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
@@ -161,14 +162,17 @@ impl KVCacheManager {
         self.call(|core| core.free(SequenceId::from_bits(sequence)))
     }
 
-    /// Block table of a sequence, int32 (num_blocks,).
+    /// Block table of a sequence in a cache group, int32 (num_blocks,). Where a window needs no block it has the null block,
+    /// 0.
+    #[pyo3(signature = (sequence, group=0))]
     fn block_table<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        group: usize,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let table = self.call(|core| {
-            let table = core.block_table(SequenceId::from_bits(sequence))?;
+            let table = core.group_table(SequenceId::from_bits(sequence), group)?;
             Ok(table.iter().map(|block| block.get() as i32).collect::<Vec<_>>())
         })?;
         Ok(array(py, table))
@@ -259,9 +263,15 @@ pub(crate) struct ComputedBlocks(CoreComputed);
 
 #[pymethods]
 impl ComputedBlocks {
+    /// Blocks of the first cache group, int32.
     #[getter]
     fn block_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        array(py, self.0.blocks().iter().map(|block| block.get() as i32).collect())
+        self.group_block_ids(py, 0)
+    }
+
+    /// Blocks of a cache group, int32; the null block, 0, where the group's window needs none.
+    fn group_block_ids<'py>(&self, py: Python<'py>, group: usize) -> Bound<'py, PyArray1<i32>> {
+        array(py, self.0.group_blocks(group).iter().map(|block| block.get() as i32).collect())
     }
 
     #[getter]
@@ -276,12 +286,19 @@ pub(crate) struct AllocatedSlots(pagedkv_core::AllocatedSlots);
 
 #[pymethods]
 impl AllocatedSlots {
+    /// Where each new token's key and value go, int64 (G * num_tokens,): the rows of all cache groups, one after another.
     #[getter]
     fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
         array(py, self.0.slot_mapping.clone())
     }
 
-    /// Source and destination block, or None.
+    /// Cache group, source and destination of each block to copy first, at most one per group.
+    #[getter]
+    fn copies(&self) -> Vec<(u32, u32, u32)> {
+        self.0.copies.iter().map(|copy| (copy.group, copy.source.get(), copy.target.get())).collect()
+    }
+
+    /// Source and destination of the first of `copies`, or None.
     #[getter]
     fn copy(&self) -> Option<(u32, u32)> {
         self.0.copies.first().map(|copy| (copy.source.get(), copy.target.get()))

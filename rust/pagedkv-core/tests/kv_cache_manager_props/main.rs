@@ -38,7 +38,10 @@ fn run_worlds(seed: u64, num_worlds: usize) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 15] = [
+const WORTH_MEETING: [&str; 18] = [
+    "blocks that left a window",
+    "hits before a window",
+    "cuts before a window",
     "hit blocks",
     "hits in flight",
     "hits on fenced",

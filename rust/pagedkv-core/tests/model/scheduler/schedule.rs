@@ -44,6 +44,11 @@ impl SchedulerModel {
         self.check_limits(&plan, &entries);
         let tables = (0..self.limits.groups.len()).map(|group| self.tables(scheduler, &plan, group)).collect();
         let tokens_before = self.plans.back().map_or(Vec::new(), |before| before.tokens.clone());
+        let told = plan.i32s(Field::TableUpdates).chunks(4).filter(|update| update[3] == 0).count();
+        self.events.note("null entries told", told as u64);
+        let has_windows = self.limits.groups.iter().any(|group| group.window.is_some());
+        let hits: usize = entries.iter().map(|entry| entry.num_hit_tokens).sum();
+        self.events.note("hit tokens before a window", if has_windows { hits as u64 } else { 0 });
         self.events.note("tokens", u64::from(sizes.num_tokens));
         self.events.note("copies", plan.i32s(Field::Copies).len() as u64 / 2);
         self.plans.push_back(Plan { arrays: plan, entries, tokens, tokens_before, moved, tables, has_run: false });
