@@ -20,7 +20,7 @@ GROUPS = [
     [(HEAD_DIM, None)],
     [(HEAD_DIM, 3)],
     [(HEAD_DIM, None), (HEAD_DIM, 4)],
-    [(HEAD_DIM, 2), (HEAD_DIM // 2, None), (HEAD_DIM // 2, 5)],
+    [(2 * HEAD_DIM, 2), (HEAD_DIM, None), (HEAD_DIM, 5)],
 ]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 

@@ -169,7 +169,7 @@ impl KVCacheManager {
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
-        group: usize,
+        #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let table = self.call(|core| {
             let table = core.group_table(SequenceId::from_bits(sequence), group)?;
@@ -270,7 +270,11 @@ impl ComputedBlocks {
     }
 
     /// Blocks of a cache group, int32; the null block, 0, where the group's window needs none.
-    fn group_block_ids<'py>(&self, py: Python<'py>, group: usize) -> Bound<'py, PyArray1<i32>> {
+    fn group_block_ids<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
+    ) -> Bound<'py, PyArray1<i32>> {
         array(py, self.0.group_blocks(group).iter().map(|block| block.get() as i32).collect())
     }
 
