@@ -16,7 +16,7 @@ pub enum BlockState {
     Held,
     /// Nobody holds it; it can be hit, or be reused when the free list is empty.
     Cached,
-    /// Nobody holds it, and a plan in flight may still read or write it.
+    /// Nobody holds it, and a plan in flight or a transfer may still read or write it.
     Fenced,
 }
 
@@ -46,6 +46,11 @@ pub(crate) struct Block {
     pub(crate) twin_next: BlockId,
     /// The newest plan that named the block when a holder let go of it.
     pub(crate) fence: PlanId,
+    /// Counts allocations, and takeovers by a sequence that writes where others have read: while it stays, what the
+    /// block held is still there.
+    pub(crate) epoch: u32,
+    /// Transfers that read or write the block.
+    pub(crate) num_transfers: u32,
 }
 
 const _: () = assert!(size_of::<Block>() == 64);
@@ -67,6 +72,8 @@ impl Block {
             twin_prev: NULL_BLOCK,
             twin_next: NULL_BLOCK,
             fence: PlanId::new(0),
+            epoch: 0,
+            num_transfers: 0,
         }
     }
 }
@@ -168,6 +175,15 @@ impl FreeBlocks {
 
     pub(crate) fn pop(&mut self) -> Option<BlockId> {
         self.0.pop()
+    }
+
+    /// `id` must be free. The block on top takes its place.
+    pub(crate) fn remove(&mut self, blocks: &mut [Block], id: BlockId) {
+        let position = blocks[id.index()].position;
+        self.0.swap_remove(position as usize);
+        if let Some(moved) = self.0.get(position as usize) {
+            blocks[moved.index()].position = position;
+        }
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = BlockId> {

@@ -6,7 +6,8 @@
 //!   ▲                 │ released, not cached                                       │   ▲
 //!   │◀────────────────┘                                   hit: touch ──────────────┘   │ reuse = evict: the block
 //!   └───────────────────────────────────────────────────────────────────────────────────┘ leaves its node at once
-//!  Released while a plan in flight names it: FENCED until that plan ended, then FREE or CACHED.
+//!  Released while a plan in flight names it, or a transfer reads or writes it: FENCED until the last of them ended,
+//!  then FREE or CACHED.
 //! ```
 //!
 //! Free blocks are handed out most recently freed first; when there are none, the cached block that `eviction` names
@@ -39,6 +40,10 @@ pub struct BlockPool {
     pub(crate) cached: Evictable,
     /// Plans in flight, oldest first, each with the blocks that wait for its end in the order of their release.
     pub(crate) fenced: VecDeque<(PlanId, BlockList)>,
+    /// Blocks that wait for transfers alone, in the order of their release.
+    pub(crate) transferring: BlockList,
+    /// Blocks that transfers read or write, once for each.
+    pub(crate) num_transfers: u32,
     pub(crate) prefixes: PrefixCache,
     num_held: u32,
     newest_plan: PlanId,
@@ -84,6 +89,8 @@ impl BlockPool {
             free,
             cached: Evictable::new(config.eviction_policy, config.num_blocks)?,
             fenced: VecDeque::new(),
+            transferring: BlockList::default(),
+            num_transfers: 0,
             prefixes,
             num_held: 0,
             newest_plan: PlanId::new(0),
@@ -122,7 +129,7 @@ impl BlockPool {
         self.num_held
     }
 
-    /// Blocks that wait for a plan to end.
+    /// Blocks that wait for a plan, or a transfer, to end.
     pub fn num_fenced(&self) -> u32 {
         self.num_blocks() - 1 - self.num_available() - self.num_held
     }
@@ -238,7 +245,7 @@ impl BlockPool {
     /// The last holder of each of these blocks is gone. Most hold no prefix and are named by no plan: they are free.
     fn retire_all(&mut self, blocks: &[BlockId]) {
         self.stamp += 1;
-        let is_idle = self.fenced.is_empty();
+        let is_idle = self.fenced.is_empty() && self.num_transfers == 0;
         for &block in blocks {
             if is_idle && self.blocks[block.index()].node == NO_NODE {
                 self.num_held -= 1;
@@ -304,7 +311,7 @@ impl BlockPool {
     pub(crate) fn end_oldest_plan(&mut self) {
         let (_, mut waiting) = self.fenced.pop_front().expect("a plan is in flight");
         while let Some(block) = waiting.pop_front(&mut self.blocks) {
-            self.settle(block);
+            self.await_transfers_or_settle(block);
         }
     }
 
@@ -331,6 +338,7 @@ impl BlockPool {
         let record = &mut self.blocks[block.index()];
         record.state = BlockState::Held;
         record.ref_count = 1;
+        record.epoch = record.epoch.wrapping_add(1);
         self.num_held += 1;
         block
     }
@@ -422,12 +430,18 @@ impl BlockPool {
         match state {
             BlockState::Held => return,
             BlockState::Cached => self.cached.remove(&mut self.blocks, block),
-            BlockState::Fenced => {
-                let list = self.list_of(fence).expect("a fenced block waits for a plan in flight");
-                self.fenced[list].1.remove(&mut self.blocks, block);
-            }
+            BlockState::Fenced => match self.list_of(fence) {
+                Some(list) => self.fenced[list].1.remove(&mut self.blocks, block),
+                None => self.transferring.remove(&mut self.blocks, block),
+            },
             BlockState::Free | BlockState::Null => unreachable!("law 1 is broken: block {} holds nothing", block.get()),
         }
+        self.num_held += 1;
+        self.stamp += 1;
+    }
+
+    /// A block that was free has a holder.
+    pub(crate) fn mark_held(&mut self) {
         self.num_held += 1;
         self.stamp += 1;
     }
@@ -565,7 +579,7 @@ impl BlockPool {
 
     fn fence_or_settle(&mut self, block: BlockId) {
         let Some(list) = self.list_of(self.blocks[block.index()].fence) else {
-            return self.settle(block);
+            return self.await_transfers_or_settle(block);
         };
         self.stamp += 1;
         self.blocks[block.index()].state = BlockState::Fenced;
@@ -574,12 +588,22 @@ impl BlockPool {
 
     /// The list of the newest plan in flight up to `fence`: a block's fence may be a plan that was cancelled, while an
     /// older one that names the block as well still runs.
-    fn list_of(&self, fence: PlanId) -> Option<usize> {
+    pub(crate) fn list_of(&self, fence: PlanId) -> Option<usize> {
         self.fenced.iter().rposition(|&(plan, _)| plan <= fence)
     }
 
     /// Nobody holds the block and no plan in flight names it.
-    fn settle(&mut self, block: BlockId) {
+    fn await_transfers_or_settle(&mut self, block: BlockId) {
+        if self.blocks[block.index()].num_transfers == 0 {
+            return self.settle(block);
+        }
+        self.stamp += 1;
+        self.blocks[block.index()].state = BlockState::Fenced;
+        self.transferring.push_back(&mut self.blocks, block);
+    }
+
+    /// Nobody holds the block, no plan in flight names it and no transfer touches it.
+    pub(crate) fn settle(&mut self, block: BlockId) {
         self.stamp += 1;
         let node = self.blocks[block.index()].node;
         if node != NO_NODE && self.blocks[block.index()].committed && self.prefixes.is_current(node) {

@@ -146,6 +146,8 @@ pub struct CacheConfig {
     pub residency_sampling: u32,
     /// How events of the prefix cache are made; `None` for no events.
     pub events: Option<EventConfig>,
+    /// Blocks of the host tier, for requests that are preempted by swap; 0 for none.
+    pub num_host_blocks: u32,
     /// Cache groups; empty for bookkeeping alone.
     pub groups: Vec<GroupSpec>,
     /// Layers that each block has room for; `None` for the smallest layer count of a group.
@@ -164,6 +166,7 @@ impl CacheConfig {
             pin_quota_blocks: 0,
             residency_sampling: 0,
             events: None,
+            num_host_blocks: 0,
             groups: Vec::new(),
             num_layer_slots: None,
         }
@@ -190,6 +193,7 @@ impl CacheConfig {
             let expected = format!("at most {}, which leaves requests a block", self.num_blocks - 2);
             return invalid("pin_quota_blocks", expected, self.pin_quota_blocks);
         }
+        in_range("num_host_blocks", self.num_host_blocks, 0)?;
         if u64::from(self.num_blocks) * u64::from(self.block_size) > i64::MAX as u64 {
             return invalid("num_blocks", "num_blocks x block_size to fit in 63 bits", self.num_blocks);
         }
@@ -243,6 +247,38 @@ impl std::str::FromStr for Policy {
     }
 }
 
+/// What becomes of the blocks of a request that is preempted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PreemptionMode {
+    /// They are dropped, but for what the prefix cache keeps, and computed again.
+    #[default]
+    Recompute,
+    /// They go to the host tier and come back. A request that has not filled a block, or for which the host tier has no
+    /// room, is computed again.
+    Swap,
+}
+
+impl PreemptionMode {
+    /// The name by which it is chosen.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Recompute => "recompute",
+            Self::Swap => "swap",
+        }
+    }
+}
+
+impl std::str::FromStr for PreemptionMode {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let all = [Self::Recompute, Self::Swap];
+        let found = all.into_iter().find(|mode| mode.name() == name);
+        let expected = || format!("one of {:?}", all.map(Self::name));
+        found.map_or_else(|| invalid("preemption_mode", expected(), format!("{name:?}")), Ok)
+    }
+}
+
 /// Limits of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerConfig {
@@ -258,6 +294,8 @@ pub struct SchedulerConfig {
     pub lookahead: u32,
     /// Plans that may be made before the oldest is ended.
     pub max_plans_in_flight: u32,
+    /// What becomes of the blocks of a request that is preempted.
+    pub preemption_mode: PreemptionMode,
     /// Order of requests.
     pub policy: Policy,
     /// Overtakings after which a request comes first; `None` is strict and may starve. See [`crate::scheduler`].
@@ -281,6 +319,7 @@ impl Default for SchedulerConfig {
             watermark: 0.0,
             lookahead: 0,
             max_plans_in_flight: DEFAULT_MAX_PLANS_IN_FLIGHT,
+            preemption_mode: PreemptionMode::default(),
             policy: Policy::default(),
             ageing: Some(DEFAULT_AGEING),
             tenant_weights: Vec::new(),

@@ -101,6 +101,9 @@ pub enum Error {
     /// No plan is open for the call.
     #[error("no plan is in flight: call begin_plan first")]
     NoPlan,
+    /// A transfer that was never begun, or that ended before.
+    #[error("transfer {0} is not outstanding: it was never begun, or it ended before")]
+    UnknownTransfer(i64),
     /// Blocks from a lookup for another sequence, or from one that other calls have made stale.
     #[error("the computed blocks are stale or of another sequence: call get_computed_blocks after any other change")]
     StaleComputedBlocks,

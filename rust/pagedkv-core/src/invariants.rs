@@ -36,6 +36,15 @@ impl BlockPool {
         for (_, waiting) in &self.fenced {
             waiting.iter(&self.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
         }
+        self.transferring.iter(&self.blocks).try_for_each(|block| put(block, BlockState::Fenced))?;
+        for block in self.transferring.iter(&self.blocks) {
+            let waits = self.is_transferred(block) && !self.has_fence(block);
+            require(waits, 1, || format!("block {} waits for a transfer that ended", block.get()))?;
+        }
+        for (index, record) in self.blocks.iter().enumerate().filter(|(_, record)| record.num_transfers > 0) {
+            let is_kept = matches!(record.state, BlockState::Held | BlockState::Fenced);
+            require(is_kept, 1, || format!("block {index} is {:?} during a transfer", record.state))?;
+        }
         let mut held = 0;
         for (index, (record, place)) in self.blocks.iter().zip(&place).enumerate().skip(1) {
             let state = place.unwrap_or(BlockState::Held);

@@ -40,6 +40,7 @@ pub mod events;
 mod eviction;
 mod expiry;
 mod extra_keys;
+mod host_pool;
 mod identity;
 mod ids;
 mod invariants;
@@ -50,12 +51,13 @@ mod residency;
 pub mod scheduler;
 pub mod stats;
 pub mod step_plan;
+mod transfer_fences;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;
 pub use cache_layout::{CacheLayout, TableSpec};
 pub use chain_hash::{BlockHash, ChainHasher, ExtraKey, HashAlgorithm, LoraName};
-pub use config::{CacheConfig, EvictionPolicy, GroupSpec, Policy, Retention, SchedulerConfig};
+pub use config::{CacheConfig, EvictionPolicy, GroupSpec, Policy, PreemptionMode, Retention, SchedulerConfig};
 pub use error::{Error, Result};
 pub use events::{BlockRemoved, BlockStored, EventConfig, KVCacheEvent, KVCacheSnapshot, KVEventBatch};
 pub use identity::{Identity, ImageSpan, RootKey};
@@ -64,7 +66,7 @@ pub use invariants::BrokenLaw;
 pub use kv_cache_manager::{AllocatedSlots, BatchSlots, BlockCopy, ComputedBlocks, Growths, KVCacheManager, PinId};
 pub use residency::ResidencyStats;
 pub use scheduler::{
-    Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Reason, RequestStats,
+    Explanation, FinishReason, FinishedRequest, Fork, Inbox, LimitsUpdate, NewRequest, Progress, Reason, RequestStats,
     RequestTotals, Scheduler, SchedulerStats, Snapshot, StepResult, TenantName,
 };
 pub use stats::{Histogram, PrefixCacheStats};

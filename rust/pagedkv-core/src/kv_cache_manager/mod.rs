@@ -14,6 +14,7 @@ mod pins;
 mod plan;
 mod sequence;
 mod sessions;
+mod swap;
 mod windows;
 
 use std::sync::Arc;
@@ -35,6 +36,7 @@ pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 pub(crate) use sequence::{Sequence, Table, Tail};
+pub(crate) use swap::{Arrival, Return, Returning, SwapRecord};
 pub(crate) use windows::DepartedColumn;
 
 /// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
@@ -87,7 +89,7 @@ pub struct KVCacheManager {
     /// What each cache group's tables are like.
     pub(crate) groups: SmallVec<[TableSpec; 1]>,
     /// Prefixes are hit in multiples of this: whole blocks in every group.
-    hit_multiple: u32,
+    pub(crate) hit_multiple: u32,
     pub(crate) has_windows: bool,
     /// Whether a sequence's blocks may leave nodes of its path without one, so that the path is held.
     pub(crate) holds_paths: bool,

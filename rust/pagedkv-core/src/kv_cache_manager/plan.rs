@@ -339,6 +339,10 @@ impl KVCacheManager {
         if block == NULL_BLOCK {
             return;
         }
+        if self.pool.blocks[block.index()].node == node {
+            // It came back from where it waited for its sequence, and was never taken off.
+            return;
+        }
         self.pool.attach(block, node);
         if let Some(retention) = sequence.retention {
             self.pool.retain(block, retention);
@@ -362,6 +366,7 @@ impl KVCacheManager {
         let tail = sequence.tables[group].blocks[(sequence.num_scheduled / block_size) as usize];
         let record = &self.pool.blocks[tail.index()];
         let is_needed = record.ref_count > 1
+            || record.num_transfers > 0
             || record.node != NO_NODE && self.pool.carries_descendants(tail)
             || sequence.tail == Tail::Cut && self.pool.has_fence(tail);
         is_needed.then_some(tail)
@@ -385,7 +390,7 @@ impl KVCacheManager {
             }
             let entry = &mut sequence.tables[group].blocks[column as usize];
             let Some(source) = source else {
-                self.pool.forget(*entry);
+                self.pool.take_over(*entry);
                 continue;
             };
             let target = take_block(&mut self.pool, group);
@@ -471,7 +476,7 @@ impl KVCacheManager {
 }
 
 /// A block for a table of the group.
-fn take_block(pool: &mut BlockPool, group: usize) -> BlockId {
+pub(super) fn take_block(pool: &mut BlockPool, group: usize) -> BlockId {
     let block = pool.allocate_one();
     pool.blocks[block.index()].group = group as u8;
     block

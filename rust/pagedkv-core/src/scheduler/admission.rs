@@ -15,9 +15,15 @@ impl Scheduler {
                 return;
             };
             let request = self.request(slot);
-            // Its samples may be on their way, or its rows still be named by a plan in flight.
-            if request.num_in_flight > 0 || request.num_seats() > self.seats.num_free() {
+            // Its samples may be on their way, or its blocks, or its rows still be named by a plan in flight.
+            if request.is_under_way() || request.num_seats() > self.seats.num_free() {
                 return;
+            }
+            if let Some(back) = self.find_way_back(slot) {
+                if !self.readmit(pass, slot, &back) {
+                    return;
+                }
+                continue;
             }
             let mut hits = std::mem::take(&mut self.hits);
             let is_admitted = self.admit(pass, slot, &mut hits);
@@ -50,17 +56,8 @@ impl Scheduler {
             self.preempt(keeper);
             return self.admit(pass, slot, hits);
         }
-        self.waiting.pop_first();
-        self.num_admissions += 1;
-        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
         let stage = self.first_stage(slot);
-        let view = request.view(want.target, hits.num_tokens());
-        self.policy.admitted(&view, request.key);
-        self.set_keeper(slot, false);
-        self.keep_place(slot);
-        let order = self.request(slot).order;
-        let at = self.running.partition_point(|&other| self.request(other).order < order);
-        self.running.insert(at, slot);
+        self.enter(slot, want.target, hits.num_tokens());
         let leader = self.request(slot).leader();
         self.take_seats(slot, leader, stage);
         self.request_mut(slot).stage = stage;
@@ -74,6 +71,20 @@ impl Scheduler {
         pass.claimed += others + self.blocks_to_come(index, want.target);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true
+    }
+
+    /// Takes the first waiting request from the queue and puts it among the running ones.
+    pub(super) fn enter(&mut self, slot: u32, num_tokens: u32, num_hit_tokens: u32) {
+        self.waiting.pop_first();
+        self.num_admissions += 1;
+        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let view = request.view(num_tokens, num_hit_tokens);
+        self.policy.admitted(&view, request.key);
+        self.set_keeper(slot, false);
+        self.keep_place(slot);
+        let order = self.request(slot).order;
+        let at = self.running.partition_point(|&other| self.request(other).order < order);
+        self.running.insert(at, slot);
     }
 
     /// What of a waiting request is known and will be computed first, and the sequence that does it.
@@ -90,6 +101,10 @@ impl Scheduler {
 
     /// Blocks that the admission of a waiting request needs, and whether it starts with less than all that it knows.
     pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, bool) {
+        if let Some(back) = self.find_way_back(slot) {
+            let all = back.num_needed_for_all + self.watermark_blocks;
+            return (if self.is_first(slot) { back.num_needed } else { all }, back.is_partial());
+        }
         let (want, index) = self.known(slot);
         let mut hits = std::mem::take(&mut self.hits);
         self.find_hits(index, want, &mut hits);
@@ -160,7 +175,8 @@ impl Scheduler {
         needed
     }
 
-    fn take_seats(&mut self, slot: u32, leader: usize, stage: Stage) {
+    /// Takes a row for each sample, and lets those sit that have a sequence to sit with.
+    pub(super) fn take_seats(&mut self, slot: u32, leader: usize, stage: Stage) {
         for sample in 0..self.request(slot).samples.len() {
             let request = self.request(slot);
             if request.samples[sample].finish.is_some() && !request.is_gang() {

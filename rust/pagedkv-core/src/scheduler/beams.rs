@@ -225,6 +225,7 @@ impl Scheduler {
         (sample.sequence, sample.num_outputs, sample.finish) = (fork, num_outputs, None);
         sample.drafts.clear();
         request.num_live += 1;
+        request.branch_swapped_sample(parent.sample, child);
         if request.stage != Stage::Waiting {
             self.sit(parent.slot, child);
         }

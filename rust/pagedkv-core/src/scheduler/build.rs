@@ -3,6 +3,7 @@
 use super::drafts::is_chain;
 use super::pass::{Entry, Pass};
 use super::request::{NONE, Stage};
+use super::transfers::Direction;
 use super::{Cell, Departure, InFlight, Scheduler};
 use crate::ids::{BlockId, PlanId};
 use crate::step_plan::{Change, Changes, Field, Header, StepPlan, encode_changes};
@@ -33,7 +34,10 @@ impl Scheduler {
             num_copies: copies.len() as u32,
             num_slot_moves: self.manager.moves().len() as u32,
             num_tree_mask_bytes: num_tree_mask_bytes as u32,
+            num_swap_in: self.num_transferred(&record, Direction::In),
+            num_swap_out: self.num_transferred(&record, Direction::Out),
             num_change_bytes: encoded.len() as u32,
+            waits_for_transfers: u32::from(record.entries.is_empty() && self.waits_for_transfers()),
             ..Header::default()
         };
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
@@ -47,6 +51,7 @@ impl Scheduler {
         plan.i32s_mut(Field::TableUpdates).copy_from_slice(updates.as_flattened());
         plan.i32s_mut(Field::Copies).copy_from_slice(copies.as_flattened());
         plan.bytes_of_mut(Field::Changes).copy_from_slice(&encoded);
+        self.write_transfers(&record, &mut plan);
         self.plans.push_back(record);
         plan
     }
@@ -113,6 +118,10 @@ impl Scheduler {
         announced.finished.extend(ended);
         changes.preempted.extend(announced.preempted.iter().map(|departure| departure.change.clone()));
         changes.finished.extend(announced.finished.iter().map(|departure| departure.change.clone()));
+        if !announced.transfers.is_empty() {
+            announced.transfers.retain(|&id| self.transfers.find(id).is_some());
+            announced.transfers.sort_unstable();
+        }
         record.announced = announced;
         (updates, changes)
     }

@@ -31,6 +31,11 @@ pub enum Reason {
         /// The newest plan that names it.
         plan: PlanId,
     },
+    /// Its blocks are on their way to the host tier or back: it goes on when that has ended.
+    Transfer {
+        /// The transfer that [`Scheduler::transfers_done`] ends.
+        transfer: i64,
+    },
     /// The tokens of the step are taken by those before it.
     TokenBudget {
         /// `max_num_batched_tokens`.
@@ -86,6 +91,7 @@ impl Reason {
             Self::Held => "held",
             Self::PlansInFlight { .. } => "plans_in_flight",
             Self::InFlight { .. } => "in_flight",
+            Self::Transfer { .. } => "transfer",
             Self::TokenBudget { .. } => "token_budget",
             Self::Seats { .. } => "seats",
             Self::Blocks { .. } => "blocks",
@@ -104,6 +110,7 @@ impl Reason {
             Self::PlansInFlight { oldest, limit } => {
                 vec![("oldest", oldest.get().cast_signed()), number("limit", limit)]
             }
+            Self::Transfer { transfer } => vec![("transfer", transfer)],
             Self::InFlight { plan } => vec![("plan", plan.get().cast_signed())],
             Self::TokenBudget { budget, left } => vec![number("budget", budget), number("left", left)],
             Self::Seats { needed, free, fenced } => {
@@ -136,6 +143,9 @@ impl std::fmt::Display for Reason {
                 write!(out, "{limit} plans are in flight, as many as may be: end plan {} first", oldest.get())
             }
             Self::InFlight { plan } => write!(out, "it goes on when plan {}, which names it, has ended", plan.get()),
+            Self::Transfer { transfer } => {
+                write!(out, "its blocks are on their way: it goes on when transfer {transfer} has ended")
+            }
             Self::TokenBudget { budget, left } => {
                 write!(out, "those before it leave {left} of the {budget} tokens of a step")
             }
@@ -245,6 +255,9 @@ impl Scheduler {
         }
         if request.is_held {
             return Reason::Held;
+        }
+        if let Some(transfer) = request.transfer {
+            return Reason::Transfer { transfer };
         }
         if let (Some(oldest), limit) = (self.plans.front(), self.limits.max_plans_in_flight)
             && self.plans.len() >= limit as usize

@@ -30,7 +30,7 @@ impl Scheduler {
         if found.finish.is_some() && !found.is_kept {
             return invalid("sequence", "a sample that has not ended, or that a session keeps", sample);
         }
-        if parent.num_in_flight > 0 {
+        if parent.is_under_way() {
             return Err(Error::RequestInFlight(handle));
         }
         if request.identity != Identity::default() {

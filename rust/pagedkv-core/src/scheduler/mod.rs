@@ -32,6 +32,8 @@ mod seats;
 mod sessions;
 mod snapshot;
 mod stats;
+mod swap;
+mod transfers;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -41,9 +43,10 @@ use hashbrown::HashMap;
 use smallvec::SmallVec;
 
 use crate::chain_hash::LoraName;
-use crate::config::{CacheConfig, Policy, SchedulerConfig};
+use crate::config::{CacheConfig, Policy, PreemptionMode, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::events::{KVCacheSnapshot, KVEventBatch};
+use crate::host_pool::HostPool;
 use crate::identity::Identity;
 use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
@@ -65,6 +68,7 @@ use seats::Seats;
 pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
 use stats::Recorder;
 pub use stats::{MAX_TENANT_STATS, RequestStats, RequestTotals, SchedulerStats, TenantName};
+use transfers::Transfers;
 
 /// Outputs for which a sequence makes room at once.
 const MAX_RESERVED_TOKENS: u32 = 256;
@@ -86,6 +90,19 @@ struct Departure {
     change: Change,
 }
 
+/// How far a sample is, in tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Known tokens, the prompt included.
+    pub num_tokens: u32,
+    /// Tokens whose keys and values are in its blocks, by plans that committed and transfers that ended.
+    pub num_computed: u32,
+    /// The same when every plan in flight has committed and its transfer has ended.
+    pub num_scheduled: u32,
+    /// How often its request lost its blocks.
+    pub num_preemptions: u32,
+}
+
 /// What the next plan has to announce.
 #[derive(Debug, Default)]
 struct Announcements {
@@ -95,6 +112,8 @@ struct Announcements {
     repeated: Vec<Cell>,
     preempted: Vec<Departure>,
     finished: Vec<Departure>,
+    /// Transfers that no plan in flight, or one that never ran, has told.
+    transfers: Vec<i64>,
 }
 
 /// What is kept of a plan until it ends.
@@ -139,6 +158,8 @@ pub struct Scheduler {
     /// Resident requests, oldest first.
     running: Vec<u32>,
     seats: Seats,
+    host: HostPool,
+    transfers: Transfers,
     plans: VecDeque<InFlight>,
     spare_plans: Vec<InFlight>,
     announcements: Announcements,
@@ -146,6 +167,8 @@ pub struct Scheduler {
     hits: ComputedBlocks,
     num_preemptions: u64,
     recorder: Recorder,
+    /// Of these, preemptions by swap.
+    num_swaps: u64,
 }
 
 impl Scheduler {
@@ -159,6 +182,9 @@ impl Scheduler {
     }
 
     fn ordered_by(policy: Box<dyn OrderPolicy>, cache: &CacheConfig, limits: &SchedulerConfig) -> Result<Self> {
+        if limits.preemption_mode == PreemptionMode::Swap && cache.num_host_blocks == 0 {
+            return invalid("num_host_blocks", "at least 1 with preemption_mode \"swap\"", 0);
+        }
         let mut manager = KVCacheManager::new(cache)?;
         manager.departed = manager.has_windows.then(Vec::new);
         if policy.wants_hits() {
@@ -184,6 +210,8 @@ impl Scheduler {
             num_arrivals: 0,
             running: Vec::new(),
             seats: Seats::new(limits.max_num_seqs),
+            host: HostPool::new(cache.num_host_blocks)?,
+            transfers: Transfers::new(),
             plans: VecDeque::new(),
             spare_plans: Vec::new(),
             announcements: Announcements::default(),
@@ -191,6 +219,7 @@ impl Scheduler {
             hits: ComputedBlocks::default(),
             num_preemptions: 0,
             recorder: Recorder::new(),
+            num_swaps: 0,
         })
     }
 
@@ -269,6 +298,11 @@ impl Scheduler {
         self.num_preemptions
     }
 
+    /// Preemptions whose blocks went to the host tier.
+    pub fn num_swaps(&self) -> u64 {
+        self.num_swaps
+    }
+
     /// The bookkeeping below: usage, block states, tables.
     pub fn manager(&self) -> &KVCacheManager {
         &self.manager
@@ -328,6 +362,27 @@ impl Scheduler {
         Ok(table.filter(|table| !table.is_empty()))
     }
 
+    /// How far a sample is. While its request shares one sequence, that is the first live sample's, and the others have
+    /// nothing of their own.
+    ///
+    /// # Errors
+    /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
+    pub fn progress(&self, handle: Handle, sample: u32) -> Result<Progress> {
+        let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;
+        let request = self.request(slot);
+        let Some(found) = request.samples.get(sample as usize) else {
+            return invalid("sequence", format!("0 to {}", request.samples.len() - 1), sample);
+        };
+        let num_preemptions = request.num_preemptions;
+        let none = Progress { num_tokens: request.prompt_len(), num_computed: 0, num_scheduled: 0, num_preemptions };
+        Ok(self.manager.sequences.get(found.sequence as usize).map_or(none, |sequence| Progress {
+            num_tokens: sequence.tokens.len(),
+            num_computed: sequence.num_computed,
+            num_scheduled: sequence.num_scheduled,
+            num_preemptions,
+        }))
+    }
+
     /// Checks the laws of the bookkeeping and those of the seats and queues.
     ///
     /// # Errors
@@ -356,6 +411,7 @@ impl Scheduler {
         if !self.running.is_sorted_by_key(|&slot| self.request(slot).order) {
             return broken("the running requests are out of order".into());
         }
+        self.check_transfers()?;
         self.seats.check()
     }
 

@@ -62,6 +62,8 @@ pub(super) struct Pass {
     pub(super) head: Option<(Order, u32)>,
     /// Requests in the middle of their prompt when the pass is over.
     pub(super) num_partial_prefills: u32,
+    /// A request that was just admitted grows: nobody gives way to it now.
+    pub(super) is_admitting: bool,
 }
 
 /// How a sequence may grow now.
@@ -100,6 +102,7 @@ impl Scheduler {
             previous,
             head: None,
             num_partial_prefills: 0,
+            is_admitting: false,
         };
         self.refresh_order();
         self.make_way(&mut pass);
@@ -146,19 +149,7 @@ impl Scheduler {
             if self.manager.has_moves() && !self.request(slot).is_held {
                 self.place_moves(slot);
             }
-            let request = self.request(slot);
-            if !(request.is_held || request.needs_commit && request.num_in_flight > 0) {
-                match request.stage {
-                    Stage::Prompt => {
-                        self.grow(pass, slot, request.leader());
-                    }
-                    _ if request.samples.len() == 1 => {
-                        self.grow(pass, slot, 0);
-                    }
-                    _ if request.is_gang() => self.grow_gang(pass, slot),
-                    _ => self.grow_samples(pass, slot),
-                }
-            }
+            self.grow_request(pass, slot);
             // Held requests before it may have lost their places to it.
             while self.running.get(at) != Some(&slot) {
                 at -= 1;
@@ -173,6 +164,27 @@ impl Scheduler {
         let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
         for sample in request.samples.iter().filter(|sample| sample.sequence != NONE) {
             self.manager.place_moves(sample.sequence as usize);
+        }
+    }
+
+    /// Grows what a running request can have computed now.
+    pub(super) fn grow_request(&mut self, pass: &mut Pass, slot: u32) {
+        let request = self.request(slot);
+        if request.transfer.is_some() {
+            return self.claim_for_later(pass, slot);
+        }
+        if request.is_held || request.needs_commit && request.num_in_flight > 0 {
+            return;
+        }
+        match request.stage {
+            Stage::Prompt => {
+                self.grow(pass, slot, request.leader());
+            }
+            _ if request.samples.len() == 1 => {
+                self.grow(pass, slot, 0);
+            }
+            _ if request.is_gang() => self.grow_gang(pass, slot),
+            _ => self.grow_samples(pass, slot),
         }
     }
 

@@ -10,11 +10,11 @@ use crate::ids::PlanId;
 use crate::step_plan::Change;
 
 impl Scheduler {
-    /// Takes blocks from guesses, then from those that come last in the order, until `needed` are available to a running request, or will be
-    /// when plans in flight end. Answers whether to try again; if not, the blocks are reserved for the request that needs
-    /// them.
+    /// Takes blocks from guesses, then from those that come last in the order, until `needed` are available to a running
+    /// request, or will be when plans in flight and transfers end. Answers whether to try again; if not, the blocks are
+    /// reserved for the request that needs them.
     pub(super) fn make_room(&mut self, slot: u32, needed: u32, pass: &mut Pass) -> bool {
-        if pass.reserved > 0 {
+        if pass.reserved > 0 || pass.is_admitting {
             return false;
         }
         let for_head = self.reserved_for_head(pass, slot);
@@ -45,7 +45,7 @@ impl Scheduler {
     /// but held requests runs, those give way as well.
     pub(super) fn make_way(&mut self, pass: &mut Pass) {
         let Some((&order, &slot)) = self.waiting.first_key_value() else { return };
-        if self.gives_way(order).is_none() || self.request(slot).num_in_flight > 0 {
+        if self.gives_way(order).is_none() || self.request(slot).is_under_way() {
             return;
         }
         let num_seats = self.request(slot).num_seats();
@@ -112,6 +112,9 @@ impl Scheduler {
     /// one that had them from before. Samples that a session keeps stay as they are.
     pub(super) fn preempt(&mut self, slot: u32) {
         let is_running = self.request(slot).stage != Stage::Waiting;
+        if is_running {
+            self.swap_out(slot);
+        }
         for sample in 0..self.request(slot).samples.len() {
             if let Some(departure) = self.depart(slot, sample) {
                 self.announcements.preempted.push(departure);
@@ -159,7 +162,7 @@ impl Scheduler {
     }
 
     /// Answers whether a plan had announced the seat.
-    fn leave_seat(&mut self, sequence: usize) -> bool {
+    pub(super) fn leave_seat(&mut self, sequence: usize) -> bool {
         let was_announced = self.seats.seat(sequence).is_announced;
         self.seats.leave(sequence);
         was_announced
@@ -188,6 +191,7 @@ impl Scheduler {
         }
         let leads_others = request.stage == Stage::Prompt && request.leader() == sample && request.num_live > 1;
         request.samples[sample].finish = Some(reason);
+        request.forget_swapped_sample(sample);
         request.num_live -= 1;
         let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
         self.recorder.sample_finished(request, reason);
@@ -239,6 +243,7 @@ impl Scheduler {
         self.recorder.finished(request);
         self.leave_queues(slot);
         self.close_turn(slot);
+        self.forget_swapped(slot);
         if self.request(slot).samples.iter().any(|sample| sample.is_kept) {
             self.rest(slot);
         } else {

@@ -8,12 +8,13 @@ use super::drafts::Drafts;
 use super::policy::{Order, RequestView};
 use super::room::blocks_at_the_longest;
 use super::stats::RequestRecord;
+use super::transfers::Swapped;
 use crate::cache_layout::TableSpec;
 use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerConfig};
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
-use crate::kv_cache_manager::Match;
+use crate::kv_cache_manager::{Arrival, Match};
 
 /// "No sequence", "no row".
 pub(super) const NONE: u32 = u32::MAX;
@@ -261,6 +262,12 @@ pub(super) struct Request {
     pub(super) num_cached_tokens: u32,
     pub(super) num_preemptions: u32,
     pub(super) record: RequestRecord,
+    /// What it has in the host tier.
+    pub(super) swapped: Option<Box<Swapped>>,
+    /// Its transfer that has not ended: it is not planned until then.
+    pub(super) transfer: Option<i64>,
+    /// Its sequences whose blocks that transfer fills.
+    pub(super) arrivals: Vec<Arrival>,
 }
 
 impl Request {
@@ -309,6 +316,9 @@ impl Request {
             num_cached_tokens: 0,
             num_preemptions: 0,
             record: RequestRecord::default(),
+            swapped: None,
+            transfer: None,
+            arrivals: Vec::new(),
         }
     }
 

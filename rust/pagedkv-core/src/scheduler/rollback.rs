@@ -50,6 +50,8 @@ impl Scheduler {
                 self.recorder.admission_undone(request, entry);
                 self.withdraw_admission(entry.slot);
             }
+            // What went out since is good as far as it was before.
+            self.undo_swapped(entry.slot, entry.sequence, entry.epoch, entry.start - entry.num_hit_tokens);
         }
     }
 
@@ -86,5 +88,6 @@ impl Scheduler {
         self.announcements.repeated.append(&mut record.cells);
         self.announcements.preempted.append(&mut announced.preempted);
         self.announcements.finished.append(&mut announced.finished);
+        self.announcements.transfers.append(&mut announced.transfers);
     }
 }

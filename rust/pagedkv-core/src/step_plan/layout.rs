@@ -31,7 +31,9 @@ pub struct Header {
     pub(crate) num_slot_moves: u32,
     pub(crate) num_tree_mask_bytes: u32,
     pub(crate) num_change_bytes: u32,
-    pub(crate) reserved: [u32; 15],
+    /// 1 if the plan has no tokens while there is work, and transfers are outstanding; else 0.
+    pub(crate) waits_for_transfers: u32,
+    pub(crate) reserved: [u32; 14],
 }
 
 const _: () = assert!(size_of::<Header>() == 2 * ALIGNMENT);

@@ -151,6 +151,12 @@ impl StepPlan {
         Some(self.sizes().blocked_on).filter(|&plan| plan != 0).map(PlanId::new)
     }
 
+    /// Whether this plan has no tokens while there is work, and transfers are outstanding, those of this plan included:
+    /// work may go on when they end.
+    pub fn waits_for_transfers(&self) -> bool {
+        self.sizes().waits_for_transfers != 0
+    }
+
     /// Sizes of the arrays.
     pub fn sizes(&self) -> Header {
         bytemuck::pod_read_unaligned(&self.buffer()[..size_of::<Header>()])

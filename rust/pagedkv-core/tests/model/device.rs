@@ -40,6 +40,25 @@ pub(crate) struct Device {
     seats: BTreeMap<u32, (String, u32)>,
 }
 
+/// A plan's transfers: id, whether it goes to the host, and its (device, host) blocks.
+pub(crate) fn transfers_of(plan: &StepPlan) -> Vec<(i64, bool, Vec<(usize, usize)>)> {
+    let mut found: Vec<(i64, bool, Vec<(usize, usize)>)> = Vec::new();
+    for (ids, pairs, is_out) in [(Field::SwapOutIds, Field::SwapOut, true), (Field::SwapInIds, Field::SwapIn, false)] {
+        for (&id, pair) in plan.i64s(ids).iter().zip(plan.i32s(pairs).chunks(2)) {
+            let (source, target) = (pair[0] as usize, pair[1] as usize);
+            let pair = if is_out { (source, target) } else { (target, source) };
+            match found.iter_mut().find(|(other, ..)| *other == id) {
+                Some((_, other, pairs)) => {
+                    assert_eq!(*other, is_out, "transfer {id} goes both ways");
+                    pairs.push(pair);
+                }
+                None => found.push((id, is_out, vec![pair])),
+            }
+        }
+    }
+    found
+}
+
 impl Device {
     pub(crate) fn new(num_blocks: usize, groups: &Groups, num_rows: usize, num_columns: usize) -> Self {
         Self {
@@ -48,6 +67,26 @@ impl Device {
             memory: Memory::new(num_blocks, groups),
             seats: BTreeMap::new(),
         }
+    }
+
+    pub(crate) fn add_host_blocks(&mut self, num_blocks: usize) {
+        self.memory.add_host_blocks(num_blocks);
+    }
+
+    /// Transfers that were started and have not ended.
+    pub(crate) fn started_transfers(&self) -> Vec<i64> {
+        self.memory.started()
+    }
+
+    pub(crate) fn end_transfer(&mut self, id: i64, ok: bool) {
+        self.memory.end_transfer(id, ok);
+    }
+
+    fn start_transfers(&mut self, plan: &StepPlan) {
+        for (id, is_out, pairs) in transfers_of(plan) {
+            self.memory.start_transfer(id, is_out, pairs);
+        }
+        transfers_of(plan).into_iter().for_each(|(id, ..)| self.memory.note_started(id));
     }
 
     pub(crate) fn num_seats(&self) -> usize {
@@ -59,6 +98,7 @@ impl Device {
     pub(crate) fn run(&mut self, plan: &StepPlan, sampled: &[i32], sequences: &[Expected]) {
         self.update_seats(plan);
         self.update_table(plan);
+        self.start_transfers(plan);
         let copies: Vec<_> = plan.i32s(Field::Copies).chunks(2).map(|c| (c[0] as usize, c[1] as usize)).collect();
         let moves = plan.i64s(Field::SlotMoves).chunks(3).map(|slots| {
             let group = slots[0] as usize;

@@ -159,12 +159,71 @@ pub(crate) struct Place {
 pub(crate) struct Memory {
     /// By block: the group that wrote there last, and its slots.
     blocks: Vec<(usize, Vec<Option<History>>)>,
+    host: Vec<(usize, Vec<Option<History>>)>,
+    /// Transfers that were started and have not ended.
+    transfers: BTreeMap<i64, Transfer>,
+    last_started: i64,
+}
+
+/// Copies of whole blocks that go on while plans run.
+#[derive(Clone, Debug)]
+struct Transfer {
+    is_out: bool,
+    /// Device and host block.
+    pairs: Vec<(usize, usize)>,
 }
 
 impl Memory {
     pub(crate) fn new(num_blocks: usize, groups: &[Group]) -> Self {
         let largest = groups.iter().map(|group| group.block_size).max().expect("at least one group");
-        Self { blocks: vec![(0, vec![None; largest]); num_blocks] }
+        let blocks = vec![(0, vec![None; largest]); num_blocks];
+        Self { blocks, host: Vec::new(), transfers: BTreeMap::new(), last_started: 0 }
+    }
+
+    pub(crate) fn add_host_blocks(&mut self, num_blocks: usize) {
+        self.host = vec![(0, vec![None; self.blocks[0].1.len()]); num_blocks];
+    }
+
+    /// Starts a transfer of (device, host) blocks, unless it was started before. What it writes to holds nothing that can be
+    /// relied on until it ends.
+    pub(crate) fn start_transfer(&mut self, id: i64, is_out: bool, pairs: Vec<(usize, usize)>) {
+        if id <= self.last_started {
+            return;
+        }
+        for &(device, host) in &pairs {
+            for other in self.transfers.values() {
+                let apart = |&(other_device, other_host): &(usize, usize)| {
+                    host != other_host && (device != other_device || is_out && other.is_out)
+                };
+                assert!(other.pairs.iter().all(apart), "transfer {id} of {pairs:?} meets {other:?}");
+            }
+            let to = if is_out { &mut self.host[host] } else { &mut self.blocks[device] };
+            to.1.fill(None);
+        }
+        self.transfers.insert(id, Transfer { is_out, pairs });
+    }
+
+    pub(crate) fn note_started(&mut self, id: i64) {
+        self.last_started = self.last_started.max(id);
+    }
+
+    pub(crate) fn started(&self) -> Vec<i64> {
+        self.transfers.keys().copied().collect()
+    }
+
+    /// Ends a transfer: only now is anything read.
+    pub(crate) fn end_transfer(&mut self, id: i64, ok: bool) {
+        let transfer = self.transfers.remove(&id).expect("a transfer that was started");
+        for (device, host) in transfer.pairs.into_iter().filter(|_| ok) {
+            let (device, host) = (&mut self.blocks[device], &mut self.host[host]);
+            if transfer.is_out { host.clone_from(device) } else { device.clone_from(host) }
+        }
+    }
+
+    fn assert_untouched(&self, block: usize) {
+        let touches = |transfer: &&Transfer| transfer.pairs.iter().any(|&(device, _)| device == block);
+        let found = self.transfers.values().find(touches);
+        assert!(found.is_none(), "block {block} is written during {found:?}");
     }
 
     /// What a device does for a plan: the copies, in any order, and then the writes, in any order.
@@ -175,11 +234,13 @@ impl Memory {
                 assert!(independent, "the copies of a plan depend on their order: {copies:?}");
             }
             assert!(source > 0 && target > 0, "the null block is copied");
+            self.assert_untouched(target);
             self.blocks[target] = self.blocks[source].clone();
         }
         for (i, &(place, history)) in writes.iter().enumerate() {
             let written_once = writes[i + 1..].iter().all(|&(other, _)| other != place);
             assert!(written_once && place.block > 0, "{place:?} is written twice by one plan, or is none");
+            self.assert_untouched(place.block);
             let (group, slots) = &mut self.blocks[place.block];
             if std::mem::replace(group, place.group) != place.group {
                 slots.fill(None);

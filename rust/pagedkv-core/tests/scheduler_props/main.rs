@@ -15,11 +15,11 @@ use proptest::test_runner::FileFailurePersistence;
 use world::{Command, World};
 
 /// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
-fn run_worlds(seed: u64, num_worlds: usize) -> Events {
+fn run_worlds(seed: u64, num_worlds: usize, make: fn(u64) -> World) -> Events {
     let mut total = Events::default();
     for number in 0..num_worlds {
         let mut random = Random::new(seed.wrapping_add(number as u64));
-        let mut world = World::numbered(random.next());
+        let mut world = make(random.next());
         for step in 0..250 {
             let command = Command::decode(random.bytes());
             let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
@@ -57,8 +57,17 @@ const WORTH_MEETING: [&str; 22] = [
     "dropped beams",
 ];
 
+const WORTH_MEETING_WITH_A_HOST_TIER: [&str; 6] = [
+    "swap-outs",
+    "swap-ins",
+    "returns",
+    "blocks taken back",
+    "transfers that failed",
+    "transfers of requests that had ended",
+];
+
 fn check_volume(seed: u64) {
-    let events = run_worlds(seed, 2000);
+    let events = run_worlds(seed, 2000, World::numbered);
     events.assert_met(&WORTH_MEETING, 100);
     events.assert_met(&["undone moves"], 10);
 }
@@ -76,6 +85,13 @@ fn scheduler_agrees_with_the_model_over_another_500_000_commands() {
 #[test]
 fn scheduler_agrees_with_the_model_on_what_the_fuzzer_kept() {
     corpus::replay("scheduler", World::replay);
+}
+
+#[test]
+fn scheduler_agrees_with_the_model_over_500_000_commands_under_pressure_with_a_host_tier() {
+    let events = run_worlds(0x5eed_0002_0000, 2000, World::swapping);
+    events.assert_met(&WORTH_MEETING_WITH_A_HOST_TIER, 100);
+    events.assert_met(&["transfers of requests that were preempted again"], 5);
 }
 
 proptest! {

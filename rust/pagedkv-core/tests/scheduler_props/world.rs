@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use pagedkv_core::{
-    CacheConfig, Error, EventConfig, FinishReason, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy, RootKey,
-    Scheduler, SchedulerConfig, StepResult,
+    CacheConfig, Error, EventConfig, FinishReason, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy,
+    PreemptionMode, RootKey, Scheduler, SchedulerConfig, StepResult,
 };
 
 use crate::model::memory::{Group, Groups, cache_config};
@@ -30,6 +30,10 @@ pub(crate) enum Command {
         request: u8,
         sample: u8,
         tokens: u8,
+    },
+    TransfersDone {
+        which: u8,
+        outcome: u8,
     },
     Commit {
         outcome: u8,
@@ -58,9 +62,10 @@ impl Command {
         match kind % 100 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
             16..47 => Self::Schedule { tokens: a },
-            47..54 => Self::RunPlan,
-            54..58 => Self::Draft { request: a, sample: b, tokens: c },
-            58..87 => Self::Commit { outcome: a },
+            47..52 => Self::RunPlan,
+            52..56 => Self::Draft { request: a, sample: b, tokens: c },
+            56..61 => Self::TransfersDone { which: a, outcome: b },
+            61..87 => Self::Commit { outcome: a },
             87..92 => Self::Rollback { plan: a },
             92..94 => Self::Abort { request: a, sample: b },
             94 => Self::Finish { request: a, sample: b },
@@ -87,6 +92,7 @@ pub(crate) struct World {
     pub(crate) model: SchedulerModel,
     num_added: usize,
     ended_plans: Vec<PlanId>,
+    ended_transfers: Vec<i64>,
     /// Those who see nothing but events, where there are some.
     mirrors: Option<Mirrors>,
 }
@@ -94,6 +100,16 @@ pub(crate) struct World {
 impl World {
     /// A world by number: half of them first come, first served.
     pub(crate) fn numbered(number: u64) -> Self {
+        Self::made(number, false)
+    }
+
+    /// A world by number in which much is preempted, and goes to the host tier.
+    #[allow(dead_code, reason = "the fuzzer and the soak run draw from all worlds")]
+    pub(crate) fn swapping(number: u64) -> Self {
+        Self::made(number, true)
+    }
+
+    fn made(number: u64, swaps: bool) -> Self {
         let mut random = Random::new(number);
         let mut below = |end| random.below(end);
         let policy = [Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare];
@@ -115,6 +131,7 @@ impl World {
             max_plans_in_flight: 1 + below(3),
             lookahead,
             caching: below(4) > 0,
+            num_host_blocks: 0,
         };
         let mut config = SchedulerConfig {
             max_num_seqs: limits.max_num_seqs as u32,
@@ -139,17 +156,33 @@ impl World {
         limits.usable_blocks = usable_blocks * (1 + groups.len()) / 2;
         limits.watermark_blocks = (watermark * limits.usable_blocks as f64).ceil() as usize;
         let tells = number.is_multiple_of(4);
-        let cache = CacheConfig {
+        let mut cache = CacheConfig {
             enable_prefix_caching: limits.caching,
             events: tells.then(|| EventConfig { max_pending: 20, ..EventConfig::default() }),
             ..cache_config(&limits.groups, limits.usable_blocks + 1)
         };
+        // Drawn last, so that the worlds are otherwise those of the same number without a host tier.
+        if swaps {
+            limits.usable_blocks = (5 + below(3)) * (1 + groups.len()) / 2;
+            limits.watermark_blocks = (watermark * limits.usable_blocks as f64).ceil() as usize;
+            cache.num_blocks = limits.usable_blocks as u32 + 1;
+            limits.policy = if below(3) == 0 { Policy::Fcfs } else { Policy::Priority };
+            config.policy = limits.policy;
+            limits.max_num_seqs = 2 + below(3);
+            config.max_num_seqs = limits.max_num_seqs as u32;
+        }
+        if swaps || below(2) == 0 {
+            limits.num_host_blocks = 1 + below(12 * groups.len());
+            cache.num_host_blocks = limits.num_host_blocks as u32;
+            config.preemption_mode = PreemptionMode::Swap;
+        }
         Self {
             scheduler: Scheduler::new(&cache, &config).expect("a valid configuration"),
             model: SchedulerModel::new(limits),
             num_added: 0,
             ended_plans: Vec::new(),
             mirrors: tells.then(Mirrors::default),
+            ended_transfers: Vec::new(),
         }
     }
 
@@ -164,6 +197,7 @@ impl World {
             Command::Schedule { tokens } => self.schedule(tokens),
             Command::RunPlan => self.model.run_next_plan(),
             Command::Draft { request, sample, tokens } => self.draft(request, sample, tokens),
+            Command::TransfersDone { which, outcome } => self.end_transfers(which, !outcome.is_multiple_of(5)),
             Command::Commit { outcome } => self.commit(outcome),
             Command::Rollback { plan } => self.rollback(plan),
             Command::Abort { request, sample } => self.abort(request, sample),
@@ -330,6 +364,18 @@ impl World {
         }
     }
 
+    /// Ends a transfer that was started, or all of them.
+    fn end_transfers(&mut self, which: u8, ok: bool) {
+        let started = self.model.started_transfers();
+        if started.is_empty() {
+            return self.model.run_next_plan();
+        }
+        let ids = if which < 128 { started } else { vec![started[usize::from(which) % started.len()]] };
+        self.scheduler.transfers_done(&ids, ok).expect("transfers that are outstanding");
+        self.model.end_transfers(&self.scheduler, &ids, ok);
+        self.ended_transfers.extend(ids);
+    }
+
     fn rollback(&mut self, number: u8) {
         let plans = self.model.in_flight();
         if plans.is_empty() {
@@ -390,7 +436,7 @@ impl World {
     fn mistake(&mut self, which: u8, target: u8) {
         let plans = self.model.in_flight();
         let never = Handle::new(self.num_added as i64 + i64::from(target));
-        match which % 6 {
+        match which % 7 {
             0 => self.refused(|scheduler| scheduler.abort(never, None), |error| *error == Error::UnknownHandle(never)),
             1 => self.add_twice(target),
             2 if plans.len() > 1 => {
@@ -406,6 +452,7 @@ impl World {
                 let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "tokens", .. });
                 self.refused(|scheduler| Self::end(scheduler, plans[0], &outcome), is_expected);
             }
+            4 => self.end_wrong_transfers(i64::from(target)),
             _ if !self.ended_plans.is_empty() => {
                 let ended = self.ended_plans[usize::from(target) % self.ended_plans.len()];
                 let is_expected = |error: &Error| *error == Error::PlanNotInFlight(ended);
@@ -413,6 +460,20 @@ impl World {
                 self.refused(|scheduler| scheduler.rollback(ended), is_expected);
             }
             _ => self.schedule(target),
+        }
+    }
+
+    /// A transfer that was never begun, one that ended before, and one that is told to have ended twice at once.
+    fn end_wrong_transfers(&mut self, number: i64) {
+        let started = self.model.started_transfers();
+        let ended = self.ended_transfers.get(number as usize % self.ended_transfers.len().max(1)).copied();
+        let unknown = ended.unwrap_or(number + 1_000_000);
+        let ids: Vec<i64> = started.iter().copied().chain([unknown]).collect();
+        let is_unknown = |error: &Error| *error == Error::UnknownTransfer(unknown);
+        self.refused(|scheduler| scheduler.transfers_done(&ids, true), is_unknown);
+        if let Some(&first) = started.first() {
+            let is_expected = |error: &Error| matches!(error, Error::InvalidArgument { argument: "ids", .. });
+            self.refused(|scheduler| scheduler.transfers_done(&[first, first], true), is_expected);
         }
     }
 
@@ -437,7 +498,12 @@ impl World {
             self.model.check(&self.scheduler);
         }
         self.model.drain_aborts();
+        self.end_transfers(0, true);
         let mut steps_left: usize = self.model.requests.iter().map(Request::most_tokens).sum();
+        if self.model.limits.num_host_blocks > 0 {
+            // Whoever waits for blocks that go out, or come in, does so for a step.
+            steps_left *= 4;
+        }
         if self.model.limits.policy != Policy::Fcfs {
             // The first in the order may change while requests overtake one another, until all are due.
             steps_left *= MOST_REQUESTS;
@@ -447,6 +513,9 @@ impl World {
             self.schedule(steps_left as u8);
             let is_over = self.model.requests.is_empty();
             self.commit(steps_left as u8);
+            if !self.model.started_transfers().is_empty() {
+                self.end_transfers(0, !steps_left.is_multiple_of(3));
+            }
             self.model.check(&self.scheduler);
             if is_over {
                 break;

@@ -108,6 +108,9 @@ impl SchedulerModel {
                 let child = &mut request.samples[sample];
                 let row = child.row.filter(|_| request.is_resident);
                 *child = super::Sample { row, ..before[parent].clone() };
+                if let Some(swapped) = &mut request.swapped {
+                    swapped.lens[sample] = swapped.lens[parent];
+                }
                 result.forked.push(Fork { handle: family[0].1, parent: parent as u32, child: sample as u32 });
                 self.events.note("branches", 1);
             }

@@ -1,7 +1,7 @@
 //! What every plan must keep to, and what must hold after every command.
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{Handle, Policy, Scheduler, StepPlan};
+use pagedkv_core::{Handle, PlanId, Policy, Scheduler, StepPlan};
 
 use super::{Entry, Request, SchedulerModel};
 
@@ -75,11 +75,14 @@ impl SchedulerModel {
     /// If work fits it is planned.
     pub(super) fn check_blocked(&mut self, plan: &StepPlan, entries: &[Entry]) {
         if entries.is_empty() && !self.requests.is_empty() {
-            let blocked_on = plan.blocked_on().expect("an empty plan while there is work, and nothing to wait for");
-            assert!(self.in_flight().contains(&blocked_on), "{blocked_on:?} is not in flight");
+            assert_eq!(plan.waits_for_transfers(), self.has_transfers());
+            let waits = plan.blocked_on().is_some() || plan.waits_for_transfers();
+            assert!(waits, "an empty plan while there is work, and nothing to wait for");
+            let is_in_flight = |plan: &PlanId| self.in_flight().contains(plan);
+            assert!(plan.blocked_on().as_ref().is_none_or(is_in_flight), "{:?} is not in flight", plan.blocked_on());
             self.events.note("blocked plans", 1);
         } else {
-            assert_eq!(plan.blocked_on(), None);
+            assert!(plan.blocked_on().is_none() && !plan.waits_for_transfers());
         }
     }
 
@@ -88,7 +91,7 @@ impl SchedulerModel {
         if self.limits.policy != Policy::Fcfs {
             return;
         }
-        if let (Some(oldest), true) = (self.requests.first(), self.plans.is_empty()) {
+        if let (Some(oldest), true) = (self.requests.first(), self.plans.is_empty() && !self.has_transfers()) {
             let progresses = entries.iter().any(|entry| entry.handle == oldest.handle);
             assert!(progresses, "the oldest request waits, and no plan is in flight");
         }
@@ -125,7 +128,7 @@ impl SchedulerModel {
         if request.asked.needs_commit && in_flight.any(|entry| entry.handle == request.handle) {
             return 0;
         }
-        if request.samples[sample].drafting.is_some() {
+        if request.samples[sample].drafting.is_some() || request.transfer.is_some() {
             return 0;
         }
         let pending = &request.samples[sample].pending;
@@ -145,6 +148,8 @@ impl SchedulerModel {
         assert_eq!(scheduler.num_requests(), (num_resident, self.requests.len() - num_resident));
         assert_eq!(scheduler.num_preemptions(), self.num_preemptions);
         self.check_stats(scheduler);
+        let outstanding: Vec<i64> = self.transfers.iter().map(|transfer| transfer.id).collect();
+        assert_eq!(scheduler.outstanding_transfers().collect::<Vec<_>>(), outstanding);
         let sequences = self.residents().flat_map(|request| {
             request.sequences().into_iter().map(|sample| (request.handle, sample, request.num_scheduled(sample)))
         });
@@ -160,7 +165,9 @@ impl SchedulerModel {
 
     /// With all requests over and all plans ended, the whole pool is there again and nobody sits anywhere.
     pub(crate) fn check_empty(&self, scheduler: &Scheduler) {
-        assert!(self.requests.is_empty() && self.plans.is_empty());
+        assert!(self.requests.is_empty() && self.plans.is_empty() && self.transfers.is_empty());
+        let (num_host_blocks, num_free) = scheduler.num_host_blocks();
+        assert_eq!(num_host_blocks, num_free, "host blocks are lost");
         assert!(scheduler.manager().usage().abs() < 1e-9, "blocks are lost");
         assert_eq!(scheduler.manager().num_sequences(), 0);
         assert_eq!(self.device.num_seats(), 0, "somebody was never said to have left");

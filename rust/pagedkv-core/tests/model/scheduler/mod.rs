@@ -9,8 +9,9 @@ mod preemption;
 mod request;
 mod schedule;
 mod stats;
+mod transfers;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use pagedkv_core::{FinishReason, Handle, NewRequest, PlanId, Policy, RequestTotals, Scheduler, StepPlan};
@@ -22,6 +23,7 @@ pub(crate) use commit::Outcome;
 use request::Sample;
 pub(crate) use request::{Node, Request};
 use stats::Times;
+use transfers::Transfer;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
@@ -39,6 +41,8 @@ pub(crate) struct Limits {
     pub(crate) max_model_len: usize,
     pub(crate) max_plans_in_flight: usize,
     pub(crate) lookahead: usize,
+    /// 0: preemption is by recompute.
+    pub(crate) num_host_blocks: usize,
 }
 
 /// A sequence in a plan.
@@ -99,6 +103,12 @@ pub(crate) struct SchedulerModel {
     histories: Histories,
     /// Blocks that were available, or fenced, before the plan was made.
     num_blocks_before: usize,
+    /// What every request held before the plan was made.
+    blocks_before: Vec<(Handle, BTreeSet<usize>)>,
+    /// Transfers that were told and have not ended.
+    transfers: Vec<Transfer>,
+    /// Of these, those whose plan was undone since.
+    to_repeat: BTreeSet<i64>,
     num_preemptions: u64,
     /// The time of the calls to come.
     pub(crate) now: f64,
@@ -110,14 +120,19 @@ pub(crate) struct SchedulerModel {
 impl SchedulerModel {
     pub(crate) fn new(limits: Limits) -> Self {
         let num_columns = limits.num_columns();
+        let mut device = Device::new(limits.usable_blocks + 1, &limits.groups, limits.max_num_seqs, num_columns);
+        device.add_host_blocks(limits.num_host_blocks);
         Self {
             limits,
             requests: Vec::new(),
             aborts: Vec::new(),
             plans: VecDeque::new(),
-            device: Device::new(limits.usable_blocks + 1, &limits.groups, limits.max_num_seqs, num_columns),
+            device,
             histories: Histories::default(),
             num_blocks_before: 0,
+            blocks_before: Vec::new(),
+            transfers: Vec::new(),
+            to_repeat: BTreeSet::new(),
             num_preemptions: 0,
             now: 0.0,
             totals: RequestTotals::default(),
@@ -180,6 +195,8 @@ impl SchedulerModel {
             num_preemptions: 0,
             num_cached_tokens: 0,
             times: Times::arriving(request.arrival),
+            swapped: None,
+            transfer: None,
         });
     }
 
@@ -254,7 +271,9 @@ impl SchedulerModel {
                 self.events.note("undone plans that had run", 1);
                 self.device.undo_seats(&plan.arrays);
             }
+            self.undo_transfers(&plan.arrays);
             for entry in plan.entries.iter().rev() {
+                self.undo_swapped(entry);
                 let Some(request) = self.find_mut(entry.handle) else {
                     continue;
                 };

@@ -8,6 +8,7 @@ use super::{Request, SchedulerModel};
 impl SchedulerModel {
     pub(crate) fn before_schedule(&mut self, scheduler: &Scheduler) {
         let pool = scheduler.manager().pool();
+        self.blocks_before = self.blocks_held(scheduler);
         self.num_blocks_before = (pool.num_available() + pool.num_fenced()) as usize;
     }
 
@@ -18,6 +19,7 @@ impl SchedulerModel {
         } else {
             self.find_victims(scheduler, plan, num_victims)
         };
+        self.follow_swap_outs(plan, &victims);
         for &handle in &victims {
             let victim = self.find_mut(handle).expect("victims live");
             victim.leave();
@@ -28,7 +30,11 @@ impl SchedulerModel {
         }
         for change in plan.changes().preempted {
             let request = self.requests.iter().find(|request| request.asked.request_id == change.request_id);
-            let holds = request.is_some_and(|request| !request.is_resident && request.num_preemptions > 0);
+            let row = request.and_then(|request| request.samples[change.sample as usize].row);
+            // Samples that start over keep their rows, and sit there again when they have parted.
+            let starts_over = request.is_some_and(|request| !request.has_parted && row.is_none());
+            let holds =
+                request.is_some_and(|request| request.num_preemptions > 0 && (!request.is_resident || starts_over));
             assert!(holds, "{change:?} was not preempted");
         }
     }
@@ -71,9 +77,20 @@ impl SchedulerModel {
         };
         let preempted = plan.changes().preempted;
         let is_said = |request: &&Request| preempted.iter().any(|change| change.request_id == request.asked.request_id);
+        // One whose blocks never came has none to lose.
+        let is_counted = |request: &&Request| {
+            let sample = request.live().next().expect("a live request has a live sample") as u32;
+            let found = scheduler.progress(request.handle, sample).expect("it is live");
+            found.num_preemptions > request.num_preemptions
+        };
         let victims: Vec<_> = self
             .residents()
-            .filter(|request| has_lost_all(request) || starts_over(request) || is_said(request))
+            .filter(is_counted)
+            .inspect(|request| {
+                let held = self.blocks_before.iter().find(|(handle, _)| *handle == request.handle);
+                let had_none = held.is_some_and(|(_, blocks)| blocks.is_empty());
+                assert!(had_none || has_lost_all(request) || starts_over(request) || is_said(request), "{request:?}");
+            })
             .map(|request| request.handle)
             .collect();
         assert_eq!(victims.len(), num_victims, "preemptions");

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use pagedkv_core::{Handle, NewRequest, PlanId};
 
 use super::stats::Times;
+use super::transfers::Swapped;
 
 /// A token that a plan in flight samples.
 #[derive(Clone, Copy, Debug)]
@@ -66,6 +67,9 @@ pub(crate) struct Request {
     pub(super) num_preemptions: u32,
     pub(super) num_cached_tokens: usize,
     pub(super) times: Times,
+    pub(super) swapped: Option<Swapped>,
+    /// Its transfer that has not ended.
+    pub(super) transfer: Option<i64>,
 }
 
 impl Request {

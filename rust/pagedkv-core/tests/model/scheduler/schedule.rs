@@ -12,6 +12,7 @@ impl SchedulerModel {
         let sizes = plan.sizes();
         let residents_before: Vec<Handle> = self.residents().map(|request| request.handle).collect();
         self.follow_preemptions(scheduler, &plan);
+        self.follow_returns(scheduler, &plan);
         let moved = self.follow_moves(&plan);
         let tokens: Vec<i32> = (0..sizes.num_samples).map(|_| token()).collect();
         let mut entries: Vec<Entry> = Vec::new();
@@ -89,6 +90,7 @@ impl SchedulerModel {
         let previous = self.plans.back().map(|plan| plan.arrays.id());
         let request = self.requests.iter_mut().find(|request| request.handle == handle);
         let request = request.expect("only live requests are planned");
+        assert!(request.transfer.is_none(), "{handle:?} is planned during a transfer");
         assert!(!(request.asked.needs_commit && waits), "{handle:?} is planned before the commit that it waits for");
         let is_admission = !request.is_resident;
         if is_admission {

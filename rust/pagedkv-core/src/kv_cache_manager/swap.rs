@@ -1,0 +1,362 @@
+//! Sequences that go out to the host tier, and come back.
+
+use super::plan::take_block;
+use super::{KVCacheManager, Sequence, Tail};
+use crate::host_pool::HostBlockId;
+use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
+
+/// A column whose block had left the window.
+const ABSENT: u32 = u32::MAX;
+
+/// A block of sequences that went out: what it was on the device, and its copy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SwappedBlock {
+    pub(crate) device: BlockId,
+    /// The device block's epoch: while it stays, the contents are still there.
+    pub(crate) epoch: u32,
+    /// The cache group that it belongs to.
+    group: u8,
+    /// `None` where the copy failed.
+    pub(crate) host: Option<HostBlockId>,
+}
+
+/// A sequence that went out, by its residence then.
+#[derive(Clone, Debug)]
+pub(crate) struct SwappedSequence {
+    pub(crate) sample: u32,
+    pub(crate) sequence: u32,
+    pub(crate) epoch: u32,
+    /// Tokens whose keys and values went out and are good.
+    pub(crate) len: u32,
+    /// By cache group, the block of each column by its place in the record; [`ABSENT`] where there is none.
+    columns: Vec<Vec<u32>>,
+}
+
+/// Sequences that went out together. Forks share blocks, and each block is in the record once.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct SwapRecord {
+    pub(crate) blocks: Vec<SwappedBlock>,
+    pub(crate) sequences: Vec<SwappedSequence>,
+}
+
+impl SwapRecord {
+    /// A plan in which a residence computed tokens from `before` on was undone: what it wrote is void, and a block of which
+    /// it made its own copy goes with it. `multiple` tokens are whole blocks in every group.
+    pub(crate) fn undo(&mut self, sequence: u32, epoch: u32, before: u32, multiple: u32) {
+        let is_it = |found: &&mut SwappedSequence| found.sequence == sequence && found.epoch == epoch;
+        for found in self.sequences.iter_mut().filter(is_it) {
+            found.len = found.len.min(before - before % multiple);
+        }
+    }
+}
+
+/// A sequence that comes back: which of a record's, into which of the manager's, and how much of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Returning {
+    pub(crate) entry: usize,
+    pub(crate) index: usize,
+    pub(crate) len: u32,
+}
+
+/// Where the contents of a returning block are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    /// Nobody asked.
+    Unknown,
+    /// In a block of the device, on this node of the cache if it is on any.
+    Device(BlockId, NodeId),
+    Host,
+}
+
+/// How a record's blocks come back.
+#[derive(Debug, Default)]
+pub(crate) struct Return {
+    sources: Vec<Source>,
+    /// Blocks that it takes from those that are available.
+    pub(crate) num_needed: u32,
+}
+
+/// A sequence whose blocks are not all there yet: the tokens that are, and its residence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    pub(crate) sequence: u32,
+    pub(crate) epoch: u32,
+    pub(crate) num_there: u32,
+}
+
+/// A block that a transfer fills: on the device, and by its place in the record.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arriving {
+    pub(crate) device: BlockId,
+    pub(crate) block: u32,
+}
+
+impl KVCacheManager {
+    /// What sequences hold, each distinct block once. They are given as (sample, index).
+    ///
+    /// # Complexity
+    /// O(blocks), with a probe each for all sequences but the first.
+    pub(crate) fn record_of(&self, sequences: impl Iterator<Item = (u32, usize)>) -> SwapRecord {
+        let mut record = SwapRecord::default();
+        let mut places = std::collections::HashMap::new();
+        for (number, (sample, index)) in sequences.enumerate() {
+            let Sequence { tables, epoch, num_scheduled, .. } = &self.sequences[index];
+            let mut columns = Vec::with_capacity(tables.len());
+            for (group, table) in tables.iter().enumerate() {
+                let mut add = |block: BlockId| {
+                    let (epoch, group) = (self.pool.epoch(block), group as u8);
+                    record.blocks.push(SwappedBlock { device: block, epoch, group, host: None });
+                    record.blocks.len() as u32 - 1
+                };
+                let place = |block: &BlockId| match (*block, number) {
+                    (NULL_BLOCK, _) => ABSENT,
+                    (block, 0) => add(block),
+                    (block, _) => *places.entry(block).or_insert_with(|| add(block)),
+                };
+                columns.push(table.blocks.iter().map(place).collect());
+            }
+            if number == 0 {
+                places.extend(record.blocks.iter().map(|block| block.device).zip(0..));
+            }
+            record.sequences.push(SwappedSequence {
+                sample,
+                sequence: index as u32,
+                epoch: *epoch,
+                len: *num_scheduled,
+                columns,
+            });
+        }
+        record
+    }
+
+    /// Finds where the blocks of returning sequences are: still on the device, on the device because others computed the
+    /// same prefix, or in the host tier. What is nowhere any more shortens its sequence.
+    pub(crate) fn find_blocks(&self, record: &SwapRecord, returning: &mut [Returning], found: &mut Return) {
+        found.sources.clear();
+        found.sources.resize(record.blocks.len(), Source::Unknown);
+        found.num_needed = 0;
+        for returning in returning {
+            let nodes = self.nodes_of(returning.index, returning.len);
+            for group in 0..self.groups.len() {
+                let spec = self.groups[group];
+                let columns = &record.sequences[returning.entry].columns[group];
+                let first = spec.columns_before_window(returning.len);
+                for column in first..returning.len.div_ceil(spec.block_size) {
+                    let place = columns[column as usize];
+                    let end = (column + 1) * spec.block_size;
+                    let node = nodes.get((end / self.block_size) as usize - 1).copied().filter(|_| end <= returning.len);
+                    let source = if place == ABSENT {
+                        None
+                    } else if found.sources[place as usize] == Source::Unknown {
+                        self.source_of(record.blocks[place as usize], node)
+                    } else {
+                        continue;
+                    };
+                    let Some(source) = source else {
+                        // With several groups, or windows, the shorter length may need what is not there.
+                        let is_plain = self.groups.len() == 1 && !self.has_windows;
+                        returning.len = if is_plain { column * spec.block_size } else { 0 };
+                        break;
+                    };
+                    found.num_needed += match source {
+                        Source::Device(block, _) => u32::from(self.pool.is_available(block)),
+                        _ => 1,
+                    };
+                    found.sources[place as usize] = source;
+                }
+            }
+        }
+    }
+
+    /// Blocks that a returning sequence takes for its next token: a new one, or a copy of one in which others go on or
+    /// from which the cache does. Where all go on together, one of those that share a block takes it as it is.
+    pub(crate) fn num_needed_to_go_on(
+        &self,
+        record: &SwapRecord,
+        returning: &[Returning],
+        back: Returning,
+        found: &Return,
+        together: bool,
+    ) -> u32 {
+        (0..self.groups.len()).map(|group| self.needed_in(group, record, returning, back, found, together)).sum()
+    }
+
+    fn needed_in(
+        &self,
+        group: usize,
+        record: &SwapRecord,
+        returning: &[Returning],
+        back: Returning,
+        found: &Return,
+        together: bool,
+    ) -> u32 {
+        let block_size = self.groups[group].block_size;
+        if back.len.is_multiple_of(block_size) {
+            return 1;
+        }
+        let column = (back.len / block_size) as usize;
+        let place_of = |back: &Returning| record.sequences[back.entry].columns[group].get(column).copied();
+        let place = place_of(&back);
+        let shares = |other: &&Returning| {
+            other.index != back.index && other.len > back.len - back.len % block_size && place_of(other) == place
+        };
+        let is_other = |other: &&Returning| !together || other.index != back.index;
+        let is_shared = returning.iter().take_while(is_other).any(|other| shares(&other));
+        let is_needed = match place.map(|place| found.sources[place as usize]) {
+            Some(Source::Device(block, node)) => {
+                let record = &self.pool.blocks[block.index()];
+                record.ref_count > 0
+                    || record.num_transfers > 0
+                    || node != NO_NODE && self.pool.carries_descendants(block)
+            }
+            _ => false,
+        };
+        u32::from(is_shared || is_needed)
+    }
+
+    /// Blocks of all groups that hold a sequence's tokens between two lengths, and one more per group where it goes on in a
+    /// block that it may share.
+    pub(crate) fn num_columns_between(&self, len: u32, known: u32) -> u32 {
+        let between = self.groups.iter().map(|spec| {
+            let new = known.div_ceil(spec.block_size) - len.div_ceil(spec.block_size);
+            new + u32::from(!len.is_multiple_of(spec.block_size))
+        });
+        between.sum()
+    }
+
+    /// The nodes of a sequence's first `len` tokens, block by block, as far as the cache has them.
+    fn nodes_of(&self, index: usize, len: u32) -> Vec<NodeId> {
+        let mut nodes = Vec::new();
+        let mut node = self.root_of(index);
+        for end in (1..=len / self.block_size).map(|column| column * self.block_size) {
+            node = node.and_then(|node| self.child_of(index, node, end));
+            let Some(found) = node else { break };
+            nodes.push(found);
+        }
+        nodes
+    }
+
+    /// The node where a sequence's prefixes start now, if it looks for any.
+    fn root_of(&self, index: usize) -> Option<NodeId> {
+        let sequence = &self.sequences[index];
+        if !sequence.uses_cache {
+            return None;
+        }
+        let prefixes = &self.pool.prefixes;
+        if prefixes.is_current(sequence.root) {
+            Some(sequence.root)
+        } else {
+            prefixes.find_root(&sequence.identity.root)
+        }
+    }
+
+    /// The node that continues `node` with the block of the sequence's tokens that ends at `end`.
+    fn child_of(&self, index: usize, node: NodeId, end: u32) -> Option<NodeId> {
+        let sequence = &self.sequences[index];
+        let start = end - self.block_size;
+        let (mut key, mut scratch) = (Vec::new(), Vec::new());
+        sequence.identity.encode_block(start, end, &mut key);
+        let prefixes = &self.pool.prefixes;
+        prefixes.find_extra(&key).and_then(|extra| {
+            sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(node, tokens, extra))
+        })
+    }
+
+    fn source_of(&self, block: SwappedBlock, node: Option<NodeId>) -> Option<Source> {
+        let node_of = |block: BlockId| self.pool.blocks[block.index()].node;
+        if self.pool.is_unchanged(block.device, block.epoch) {
+            return Some(Source::Device(block.device, node_of(block.device)));
+        }
+        let prefixes = &self.pool.prefixes;
+        let hit = node.and_then(|node| prefixes.usable_group_block(&self.pool.blocks, node, block.group));
+        // A block that a plan in flight fills may fall with that plan, and what came back does not.
+        if let Some(hit) = hit.filter(|hit| self.pool.blocks[hit.index()].committed) {
+            return Some(Source::Device(hit, node_of(hit)));
+        }
+        block.host.map(|_| Source::Host)
+    }
+
+    /// Gives returning sequences, which hold nothing, their blocks. The record then knows the blocks that they are in now.
+    /// Answers which blocks a transfer has to fill, and appends which sequences wait for that.
+    pub(crate) fn bring_back(
+        &mut self,
+        record: &mut SwapRecord,
+        returning: &[Returning],
+        found: &Return,
+        arrivals: &mut Vec<Arrival>,
+    ) -> Vec<Arriving> {
+        // What is there is taken before anything is allocated, which might reuse it.
+        for (source, block) in found.sources.iter().zip(&mut record.blocks) {
+            if let &Source::Device(device, _) = source {
+                self.pool.take_back(device);
+                (block.device, block.epoch) = (device, self.pool.epoch(device));
+            }
+        }
+        let mut arriving = Vec::new();
+        for (place, source) in found.sources.iter().enumerate() {
+            if *source == Source::Host {
+                let device = take_block(&mut self.pool, record.blocks[place].group.into());
+                self.pool.begin_transfer(device);
+                arriving.push(Arriving { device, block: place as u32 });
+                (record.blocks[place].device, record.blocks[place].epoch) = (device, self.pool.epoch(device));
+            }
+        }
+        let mut is_placed = vec![false; record.blocks.len()];
+        for &Returning { entry, index, len } in returning {
+            self.renew_root(index);
+            let mut num_there = len;
+            for group in 0..self.groups.len() {
+                let spec = self.groups[group];
+                let first = spec.columns_before_window(len);
+                for column in 0..len.div_ceil(spec.block_size) {
+                    let table = &mut self.sequences[index].tables[group];
+                    if column < first {
+                        table.blocks.push(NULL_BLOCK);
+                        (table.num_null, table.num_left) = (table.num_null + 1, column + 1);
+                        continue;
+                    }
+                    let place = record.sequences[entry].columns[group][column as usize] as usize;
+                    let block = record.blocks[place].device;
+                    if std::mem::replace(&mut is_placed[place], true) {
+                        self.pool.hold(block);
+                    }
+                    self.sequences[index].tables[group].blocks.push(block);
+                    if found.sources[place] == Source::Host {
+                        num_there = num_there.min(column * spec.block_size);
+                    }
+                }
+            }
+            if num_there < len && (self.groups.len() > 1 || self.has_windows) {
+                // A shorter length may need what left the windows of the longer one.
+                num_there = 0;
+            }
+            self.pool.stamp += 1;
+            let sequence = &mut self.sequences[index];
+            (sequence.num_scheduled, sequence.num_computed) = (len, num_there);
+            // Others may hold the block in which it ends, or the cache.
+            sequence.tail = Tail::Shared;
+            if num_there < len {
+                let epoch = self.sequences[index].epoch;
+                arrivals.push(Arrival { sequence: index as u32, epoch, num_there });
+            } else {
+                self.register_filled(index);
+            }
+        }
+        arriving
+    }
+
+    /// The transfer that filled a sequence's blocks ended: what arrived is as good as computed, and public where it is
+    /// full; of a failure, what was there before is left.
+    pub(crate) fn arrive(&mut self, arrival: Arrival, ok: bool) {
+        let index = arrival.sequence as usize;
+        if self.resident(index, arrival.epoch).is_none() {
+            return;
+        }
+        if !ok {
+            self.shrink(index, arrival.num_there);
+        }
+        let sequence = &mut self.sequences[index];
+        sequence.num_computed = sequence.num_scheduled;
+        self.register_filled(index);
+    }
+}

@@ -1,0 +1,264 @@
+//! Preemption by swap: a request's blocks go to the host tier, and it goes on from there when it is admitted again.
+
+use super::pass::Pass;
+use super::request::{NONE, Request, Sample, Stage};
+use super::transfers::{Direction, Swapped, TransferredBlock};
+use super::{Departure, Scheduler};
+use crate::config::PreemptionMode;
+use crate::kv_cache_manager::{Return, Returning};
+use crate::step_plan::Change;
+
+/// What it takes to bring a request back.
+#[derive(Debug)]
+pub(super) struct Readmission {
+    stage: Stage,
+    returning: Vec<Returning>,
+    found: Return,
+    /// Blocks for what it is given back and to go on, and those for all the tokens that are known of it.
+    pub(super) num_needed: u32,
+    pub(super) num_needed_for_all: u32,
+    /// Tokens that it will have, and that are known; those of the sample that is furthest behind.
+    len: u32,
+    known: u32,
+}
+
+impl Readmission {
+    /// Whether it has more to compute than the token that was sampled last.
+    pub(super) fn is_partial(&self) -> bool {
+        self.len + 1 < self.known
+    }
+}
+
+impl Scheduler {
+    /// Sends out what a running request holds, which is about to lose it: each distinct block once. The copies are made
+    /// after everything that plans in flight compute, so that goes out as well.
+    ///
+    /// A request is computed again where it has not filled a block, or the host tier has no room for all of its blocks; and
+    /// so is one that waits, with blocks from before.
+    pub(super) fn swap_out(&mut self, slot: u32) {
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        // What is on its way in stays in the host tier until it is there.
+        request.arrivals.clear();
+        if self.limits.preemption_mode != PreemptionMode::Swap || request.swapped.is_some() {
+            return;
+        }
+        let only = if request.stage == Stage::Prompt { Some(request.leader()) } else { None };
+        let is_held = |&(number, sample): &(usize, &Sample)| {
+            sample.sequence != NONE && sample.finish.is_none() && only.is_none_or(|only| only == number)
+        };
+        let samples = request.samples.iter().enumerate().filter(is_held);
+        let held = samples.map(|(number, sample)| (number as u32, sample.sequence as usize));
+        let mut record = self.manager.record_of(held);
+        let longest = record.sequences.iter().map(|sequence| sequence.len).max().unwrap_or(0);
+        if longest < self.manager.block_size || record.blocks.len() > self.host.num_free() as usize {
+            return;
+        }
+        let blocks = record.blocks.iter_mut().zip(0..).map(|(block, place)| {
+            let host = self.host.allocate();
+            block.host = Some(host);
+            self.manager.pool.begin_transfer(block.device);
+            TransferredBlock { device: block.device, host, place }
+        });
+        let blocks = blocks.collect();
+        request.swapped = Some(Box::new(Swapped { record, stage: request.stage }));
+        self.begin_transfer(slot, Direction::Out, blocks);
+        self.num_swaps += 1;
+    }
+
+    /// Finds how a request that was swapped out can come back; `None`, and its record is gone, if nothing is left of it.
+    pub(super) fn find_way_back(&mut self, slot: u32) -> Option<Readmission> {
+        self.request(slot).swapped.as_ref()?;
+        if self.request(slot).is_keeper {
+            // A sample that a session kept goes on with the others: together they are computed again.
+            self.forget_swapped(slot);
+            return None;
+        }
+        // Whoever leads now may have had no sequence yet.
+        let leader = self.request(slot).leader();
+        self.ensure_sequence(slot, leader);
+        let request = self.request(slot);
+        let swapped = request.swapped.as_ref()?;
+        let stage = if request.num_live > 1 { swapped.stage } else { Stage::Apart };
+        let mut returning = self.returning(request, swapped, stage);
+        let mut found = Return::default();
+        self.manager.find_blocks(&swapped.record, &mut returning, &mut found);
+        // Samples that come back have the prompt's blocks in common, or it is computed anew for all.
+        let least = if stage == Stage::Apart && request.num_live > 1 {
+            (request.prompt_len() / self.manager.block_size * self.manager.block_size).max(1)
+        } else {
+            1
+        };
+        let num_back = if stage == Stage::Prompt { 1 } else { request.num_live as usize };
+        if returning.len() < num_back || returning.iter().any(|returning| returning.len < least) {
+            self.forget_swapped(slot);
+            return None;
+        }
+        let request = self.request(slot);
+        let swapped = request.swapped.as_ref()?;
+        let (mut more, mut behind) = (0, (0, 0));
+        for sample in request.samples.iter().filter(|sample| sample.finish.is_none() && sample.sequence != NONE) {
+            let known = if stage == Stage::Prompt {
+                request.prompt_len()
+            } else {
+                self.manager.sequence(sample.sequence as usize).tokens.len().min(sample.most_computed())
+            };
+            let back = returning.iter().find(|returning| returning.index == sample.sequence as usize);
+            if stage == Stage::Prompt && back.is_none() {
+                continue;
+            }
+            let len = back.map_or(0, |back| back.len);
+            // A block that it shares is copied before it goes on in it.
+            more += self.manager.num_columns_between(len, known);
+            if known - len >= behind.1 - behind.0 {
+                behind = (len, known);
+            }
+        }
+        let (len, known) = behind;
+        let to_go_on = returning.iter().map(|back| {
+            self.manager.num_needed_to_go_on(&swapped.record, &returning, *back, &found, request.is_gang())
+        });
+        // Samples that run together need all of it, the others one at a time.
+        let to_go_on = if request.is_gang() { to_go_on.sum() } else { to_go_on.min().unwrap_or(0) };
+        let num_needed = found.num_needed + to_go_on;
+        let num_needed_for_all = found.num_needed + more.max(to_go_on);
+        Some(Readmission { stage, returning, found, num_needed, num_needed_for_all, len, known })
+    }
+
+    /// Which of a request's sequences come back, and with how many tokens: one is left to compute.
+    fn returning(&self, request: &Request, swapped: &Swapped, stage: Stage) -> Vec<Returning> {
+        let sequences = &swapped.record.sequences;
+        if swapped.stage == Stage::Prompt {
+            // Whoever computes the prompt now goes on with it.
+            let index = request.samples[request.leader()].sequence as usize;
+            let known =
+                if stage == Stage::Prompt { request.prompt_len() } else { self.manager.sequence(index).tokens.len() };
+            return vec![Returning { entry: 0, index, len: sequences[0].len.min(known - 1) }];
+        }
+        let entries = sequences.iter().enumerate();
+        let live = entries.filter(|(_, found)| request.samples[found.sample as usize].finish.is_none());
+        let returning = live.map(|(entry, found)| {
+            let index = request.samples[found.sample as usize].sequence as usize;
+            Returning { entry, index, len: found.len.min(self.manager.sequence(index).tokens.len() - 1) }
+        });
+        returning.collect()
+    }
+
+    /// Admits a request that was swapped out: it takes back what the device still has and waits for the rest.
+    pub(super) fn readmit(&mut self, pass: &mut Pass, slot: u32, back: &Readmission) -> bool {
+        if back.is_partial() && pass.num_partial_prefills >= self.limits.max_num_partial_prefills {
+            return false;
+        }
+        let needed = if self.is_first(slot) {
+            back.num_needed
+        } else {
+            back.num_needed_for_all + pass.claimed + self.watermark_blocks
+        };
+        if needed > self.manager.pool().num_available() {
+            let order = self.request(slot).order;
+            let Some(keeper) = self.last_keeper_behind(order) else { return false };
+            self.preempt(keeper);
+            return self.find_way_back(slot).is_none_or(|back| self.readmit(pass, slot, &back));
+        }
+        self.enter(slot, back.known, back.len);
+        let request = self.request_mut(slot);
+        request.stage = back.stage;
+        request.last_plan = pass.record.id;
+        let leader = request.leader();
+        self.take_seats(slot, leader, back.stage);
+        self.bring_back(slot, back);
+        if self.request(slot).transfer.is_some() {
+            pass.claimed += back.num_needed_for_all - back.num_needed;
+            pass.num_partial_prefills += u32::from(back.is_partial());
+        } else {
+            self.forget_swapped(slot);
+            pass.is_admitting = true;
+            self.grow_request(pass, slot);
+            pass.is_admitting = false;
+        }
+        true
+    }
+
+    fn bring_back(&mut self, slot: u32, back: &Readmission) {
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let record = &mut request.swapped.as_mut().expect("it was swapped out").record;
+        let arriving = self.manager.bring_back(record, &back.returning, &back.found, &mut request.arrivals);
+        if arriving.is_empty() {
+            return;
+        }
+        let blocks = arriving.into_iter().map(|arriving| {
+            let host = record.blocks[arriving.block as usize].host;
+            let host = host.expect("what comes from the host tier is there");
+            TransferredBlock { device: arriving.device, host, place: arriving.block }
+        });
+        let blocks = blocks.collect();
+        self.begin_transfer(slot, Direction::In, blocks);
+    }
+
+    /// Counts the blocks that a request whose blocks are on their way still needs for the tokens that are known of it.
+    pub(super) fn claim_for_later(&self, pass: &mut Pass, slot: u32) {
+        let request = self.request(slot);
+        for sample in request.samples.iter().filter(|sample| sample.finish.is_none() && sample.sequence != NONE) {
+            let sequence = self.manager.sequence(sample.sequence as usize);
+            for (table, spec) in sequence.tables.iter().zip(&self.manager.groups).filter(|(table, _)| table.len() > 0) {
+                pass.claimed += sequence.tokens.len().div_ceil(spec.block_size).saturating_sub(table.len());
+            }
+        }
+    }
+
+    /// The samples of a running request lost what they had. They keep their rows while one computes the prompt for all.
+    pub(super) fn start_over(&mut self, slot: u32) {
+        let leader = self.request(slot).leader();
+        for sample in 0..self.request(slot).samples.len() {
+            let Sample { sequence, is_kept, .. } = self.request(slot).samples[sample];
+            if sequence == NONE || is_kept {
+                continue;
+            }
+            if self.leave_seat(sequence as usize) && sample != leader {
+                let request = self.request(slot);
+                let (row, request_id) = (request.samples[sample].row, request.id.to_string());
+                let change = Change { row, request_id, sample: sample as u32 };
+                let departure = Departure { handle: request.handle, sample: sample as u32, change };
+                self.announcements.preempted.push(departure);
+            }
+            self.manager.release_all(sequence as usize);
+        }
+        self.request_mut(slot).stage = Stage::Prompt;
+        self.sit(slot, leader);
+    }
+
+    /// A plan that computed tokens for a request is undone; if those went out since, they are void there too.
+    pub(super) fn undo_swapped(&mut self, slot: u32, sequence: u32, epoch: u32, before: u32) {
+        let multiple = self.manager.hit_multiple;
+        if let Some(swapped) = &mut self.request_mut(slot).swapped {
+            swapped.record.undo(sequence, epoch, before, multiple);
+        }
+    }
+}
+
+impl Request {
+    pub(super) fn is_waiting(&self) -> bool {
+        self.stage == Stage::Waiting
+    }
+
+    /// Whether a plan in flight is about the request, or a transfer: it is not admitted before they end.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.num_in_flight > 0 || self.transfer.is_some()
+    }
+
+    /// A sample of a request that is out ended: nothing of it comes back.
+    pub(super) fn forget_swapped_sample(&mut self, sample: usize) {
+        if let Some(swapped) = self.swapped.as_mut().filter(|swapped| swapped.stage == Stage::Apart) {
+            swapped.record.sequences.retain(|found| found.sample as usize != sample);
+        }
+    }
+
+    /// A beam of a request that is out branched: what went out of the parent is the child's as well.
+    pub(super) fn branch_swapped_sample(&mut self, parent: usize, child: usize) {
+        let Some(swapped) = self.swapped.as_mut().filter(|swapped| swapped.stage == Stage::Apart) else { return };
+        let sequences = &mut swapped.record.sequences;
+        if let Some(mut found) = sequences.iter().find(|found| found.sample as usize == parent).cloned() {
+            found.sample = child as u32;
+            sequences.push(found);
+        }
+    }
+}

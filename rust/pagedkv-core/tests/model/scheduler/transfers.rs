@@ -1,0 +1,231 @@
+//! Requests that go out to the host tier and come back, and the transfers that carry them.
+
+use std::collections::BTreeSet;
+
+use pagedkv_core::step_plan::Field;
+use pagedkv_core::{Handle, Scheduler, StepPlan};
+
+use super::super::device::transfers_of;
+use super::{Entry, SchedulerModel};
+
+/// What a request has in the host tier.
+#[derive(Clone, Debug)]
+pub(super) struct Swapped {
+    residence: u32,
+    has_parted: bool,
+    /// Tokens of each sample's sequence that are good, before a cap for what must be left to compute.
+    pub(super) lens: Vec<usize>,
+    /// Whether a copy failed, so that less may come back.
+    is_short: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Transfer {
+    pub(super) id: i64,
+    handle: Handle,
+    is_out: bool,
+    pairs: Vec<(usize, usize)>,
+}
+
+impl SchedulerModel {
+    /// The blocks of every request, before a plan is made.
+    pub(super) fn blocks_held(&self, scheduler: &Scheduler) -> Vec<(Handle, BTreeSet<usize>)> {
+        let blocks = |handle, sample: usize| {
+            let table = scheduler.block_table(handle, sample as u32).expect("a live sample").unwrap_or_default();
+            table.iter().map(|block| block.get() as usize).collect::<Vec<_>>()
+        };
+        let of = |request: &super::Request| {
+            request.sequences().into_iter().flat_map(|sample| blocks(request.handle, sample)).collect()
+        };
+        self.residents().map(|request| (request.handle, of(request))).collect()
+    }
+
+    /// Who of the victims went out: each distinct block of it once, and all of it or nothing. Answers those that did.
+    pub(super) fn follow_swap_outs(&mut self, plan: &StepPlan, victims: &[Handle]) {
+        let known: BTreeSet<i64> = self.transfers.iter().map(|transfer| transfer.id).collect();
+        let mut gone_out: Vec<Handle> = Vec::new();
+        for (id, is_out, pairs) in transfers_of(plan) {
+            if known.contains(&id) {
+                let transfer = self.transfers.iter().find(|transfer| transfer.id == id).expect("it is known");
+                assert_eq!((transfer.is_out, &transfer.pairs), (is_out, &pairs), "transfer {id} changed");
+                self.to_repeat.remove(&id);
+                continue;
+            }
+            assert!(known.last().is_none_or(|&last| last < id), "ids of transfers rise");
+            self.events.note("transfers", 1);
+            if !is_out {
+                continue;
+            }
+            let blocks: BTreeSet<usize> = pairs.iter().map(|&(device, _)| device).collect();
+            assert_eq!(blocks.len(), pairs.len(), "a block goes out twice: {pairs:?}");
+            let is_it = |&&handle: &&Handle| {
+                !gone_out.contains(&handle) && self.blocks_before.contains(&(handle, blocks.clone()))
+            };
+            let handle = *victims.iter().find(is_it).expect("what goes out is all that a victim had");
+            gone_out.push(handle);
+            self.transfers.push(Transfer { id, handle, is_out, pairs });
+            let request = self.find_mut(handle).expect("victims live");
+            let lens = (0..request.samples.len()).map(|sample| request.num_scheduled(sample)).collect();
+            let (residence, has_parted) = (request.residence, request.has_parted);
+            request.swapped = Some(Swapped { residence, has_parted, lens, is_short: false });
+            request.transfer = Some(id);
+            self.events.note("swap-outs", 1);
+        }
+        assert!(self.to_repeat.is_empty(), "transfers {:?} were undone and not told again", self.to_repeat);
+        for &handle in victims {
+            let request = self.find_mut(handle).expect("victims live");
+            // What was on its way in is still out, and nothing else is.
+            if !gone_out.contains(&handle) && request.transfer.is_none() {
+                request.swapped = None;
+            }
+        }
+    }
+
+    /// Who came back from the host tier with this plan, and whether it has all that it should.
+    pub(super) fn follow_returns(&mut self, scheduler: &Scheduler, plan: &StepPlan) {
+        let is_planned = |handle: Handle| plan.i64s(Field::Handles).contains(&handle.get());
+        let mut new: Vec<_> = transfers_of(plan)
+            .into_iter()
+            .filter(|(id, ..)| self.transfers.iter().all(|known| known.id != *id))
+            .collect();
+        for at in 0..self.requests.len() {
+            let request = &self.requests[at];
+            let handle = request.handle;
+            let progress = |sample: usize| scheduler.progress(handle, sample as u32).expect("a live sample");
+            let holds = |sample: &usize| progress(*sample).num_scheduled > 0;
+            if request.is_resident || !request.live().any(|sample| holds(&sample)) {
+                continue;
+            }
+            let from_scratch = request.live().all(|sample| progress(sample).num_computed == 0) && is_planned(handle);
+            let Some(swapped) = request.swapped.clone().filter(|_| !from_scratch) else {
+                self.requests[at].swapped = None;
+                continue;
+            };
+            assert!(request.transfer.is_none(), "{handle:?} comes back before it has gone out");
+            let waits = self.plans.iter().flat_map(|plan| &plan.entries).any(|entry| entry.handle == handle);
+            assert!(!waits, "{handle:?} comes back while a plan in flight is about it");
+            let tables: BTreeSet<usize> = request
+                .live()
+                .filter_map(|sample| scheduler.block_table(handle, sample as u32).expect("a live sample"))
+                .flat_map(|table| table.iter().map(|block| block.get() as usize))
+                .collect();
+            let is_its = |(_, _, pairs): &(i64, bool, Vec<(usize, usize)>)| {
+                pairs.iter().all(|(device, _)| tables.contains(device))
+            };
+            let transfer = new.iter().position(is_its).map(|at| new.remove(at));
+            let request = &mut self.requests[at];
+            request.is_resident = true;
+            request.has_parted = swapped.has_parted || request.live().count() == 1;
+            for sample in request.sequences() {
+                let found = scheduler.progress(handle, sample as u32).expect("a live sample");
+                let len = if transfer.is_some() { found.num_scheduled } else { found.num_computed } as usize;
+                let good = if swapped.has_parted {
+                    swapped.lens[sample]
+                } else {
+                    swapped.lens.iter().copied().max().unwrap_or(0)
+                };
+                let known = if request.has_parted { request.tokens(sample).len() } else { request.prompt_len() };
+                let most = good.min(known - 1);
+                assert!(
+                    len == most || swapped.is_short && len < most,
+                    "{len} of {most} tokens of {handle:?} come back"
+                );
+                request.set_num_scheduled(sample, len);
+                self.events.note("tokens that came back", len as u64);
+            }
+            self.events.note("returns", 1);
+            self.events.note(
+                "blocks taken back",
+                (tables.len() - transfer.as_ref().map_or(0, |(_, _, pairs)| pairs.len())) as u64,
+            );
+            match transfer {
+                Some((id, is_out, pairs)) => {
+                    request.transfer = Some(id);
+                    self.events.note("swap-ins", 1);
+                    self.transfers.push(Transfer { id, handle, is_out, pairs });
+                }
+                None => request.swapped = None,
+            }
+        }
+        assert!(new.is_empty(), "transfers {new:?} are nobody's");
+        self.transfers.sort_by_key(|transfer| transfer.id);
+    }
+
+    /// A plan is undone: its transfers are told again, and what it computed of those who went out since is void.
+    pub(super) fn undo_transfers(&mut self, plan: &StepPlan) {
+        for (id, ..) in transfers_of(plan) {
+            if self.transfers.iter().any(|transfer| transfer.id == id) {
+                self.to_repeat.insert(id);
+            }
+        }
+    }
+
+    pub(super) fn undo_swapped(&mut self, entry: &Entry) {
+        let block_size = self.limits.block_size;
+        let Some(request) = self.find_mut(entry.handle) else { return };
+        let Some(swapped) = request.swapped.as_mut().filter(|swapped| swapped.residence == entry.residence) else {
+            return;
+        };
+        let border = entry.before - entry.before % block_size;
+        if swapped.has_parted {
+            swapped.lens[entry.sample] = swapped.lens[entry.sample].min(border);
+        } else {
+            swapped.lens.iter_mut().for_each(|len| *len = (*len).min(border));
+        }
+    }
+
+    /// Transfers that were started and have not ended.
+    pub(crate) fn started_transfers(&self) -> Vec<i64> {
+        self.device.started_transfers()
+    }
+
+    /// Transfers end, all together; the scheduler has been told.
+    pub(crate) fn end_transfers(&mut self, scheduler: &Scheduler, ids: &[i64], ok: bool) {
+        for &id in ids {
+            self.device.end_transfer(id, ok);
+            let at = self.transfers.iter().position(|transfer| transfer.id == id).expect("it was told");
+            let transfer = self.transfers.remove(at);
+            self.to_repeat.remove(&id);
+            self.events.note(if ok { "transfers that succeeded" } else { "transfers that failed" }, 1);
+            let Some(request) = self.find_mut(transfer.handle) else {
+                self.events.note("transfers of requests that had ended", 1);
+                continue;
+            };
+            request.transfer = None;
+            if transfer.is_out {
+                request.swapped.as_mut().expect("it is out").is_short |= !ok;
+            } else if request.is_resident {
+                request.swapped = None;
+                if !ok && request.live().count() > 1 {
+                    // What the samples shared is computed once for all, as after any preemption.
+                    request.residence += 1;
+                    request.has_parted = false;
+                    request.samples.iter_mut().for_each(|sample| sample.row = None);
+                }
+                for sample in request.sequences() {
+                    let found = scheduler.progress(transfer.handle, sample as u32).expect("a live sample");
+                    assert_eq!(found.num_computed, found.num_scheduled, "what came back counts as computed");
+                    let before = request.num_scheduled(sample);
+                    let len = found.num_scheduled as usize;
+                    assert!(if ok { len == before } else { len <= before }, "{len} of {before} tokens are there");
+                    request.set_num_scheduled(sample, len);
+                }
+            } else {
+                self.events.note("transfers of requests that were preempted again", 1);
+                let request = self.find_mut(transfer.handle).expect("it was just there");
+                if !ok {
+                    request.swapped = None;
+                }
+            }
+        }
+    }
+
+    pub(super) fn waits_for_transfer(&self, handle: Handle) -> bool {
+        self.requests.iter().any(|request| request.handle == handle && request.transfer.is_some())
+    }
+
+    /// Whether the plan's blocks may wait for a transfer.
+    pub(super) fn has_transfers(&self) -> bool {
+        !self.transfers.is_empty()
+    }
+}
