@@ -33,15 +33,18 @@ class StepLoop(RuleBasedStateMachine):
         in_flight=st.integers(1, 2),
         lookahead=st.sampled_from([0, 0, 3, 5]),
         layers=st.sampled_from(GROUPS),
+        host_blocks=st.integers(0, 12),
     )
-    def start(self, block_size, num_blocks, budget, in_flight, lookahead, layers):
+    def start(self, block_size, num_blocks, budget, in_flight, lookahead, layers, host_blocks):
         groups = [
             pagedkv.GroupSpec([layer], 1, head_dim, sliding_window=window)
             for layer, (head_dim, window) in enumerate(layers)
         ]
         num_blocks *= len(groups)
-        cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=groups)
-        scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, max_plans_in_flight=in_flight, lookahead=lookahead)
+        cache_config = pagedkv.CacheConfig(num_blocks, block_size, groups=groups, num_host_blocks=host_blocks)
+        options = {"max_plans_in_flight": in_flight, "lookahead": lookahead}
+        mode = "swap" if host_blocks else "recompute"
+        scheduler_config = pagedkv.SchedulerConfig(4, budget, 32, preemption_mode=mode, **options)
         self.lookahead = lookahead
         self.scheduler = pagedkv.Scheduler(cache_config, scheduler_config)
         self.cache = pagedkv.KVCache.from_config(cache_config, scheduler_config, backend="numpy")
@@ -194,6 +197,11 @@ class StepLoop(RuleBasedStateMachine):
     def number(self, prefix):
         return self.prefixes.setdefault(prefix, len(self.prefixes) + 1)
 
+    @rule(ok=st.sampled_from([True, True, True, False]))
+    def end_transfers(self, ok):
+        ended = self.cache.finished_transfers(self.scheduler.outstanding_transfers)
+        self.scheduler.transfers_done(ended, ok)
+
     @precondition(lambda self: self.plans)
     @rule(seed=st.integers(0, 99))
     def commit(self, seed=0):
@@ -299,12 +307,14 @@ class StepLoop(RuleBasedStateMachine):
         for _ in range(1000):
             while self.plans:
                 self.commit()
+            self.end_transfers(True)
             if not self.scheduler.has_unfinished_requests():
                 break
             plan = self.scheduler.schedule()
             self.plans.append([plan, False, [0] * plan.num_samples])
         assert not self.scheduler.has_unfinished_requests()
         assert self.scheduler.usage == 0.0
+        assert len(set(self.scheduler.num_host_blocks)) == 1
 
 
 TestStepLoop = StepLoop.TestCase

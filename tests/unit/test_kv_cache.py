@@ -12,6 +12,8 @@ SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "
 TABLE = {"max_num_seqs": 5, "max_blocks_per_seq": 7}
 SHAPE = (6, 3, 2, 2, 4, 8)
 NONE = {"table_updates": (0, 4), "slot_moves": (0, 3), "swap_out": (0, 2), "swap_in": (0, 2), "copies": (0, 2)}
+NO_IDS = {"swap_out_ids": (0,), "swap_in_ids": (0,)}
+WIDE = ("slot_moves", *NO_IDS)
 
 
 def make_cache(dtype="float32", **options):
@@ -20,7 +22,8 @@ def make_cache(dtype="float32", **options):
 
 def make_plan(**arrays):
     """Return a plan that asks of the memory what the arrays say and nothing else."""
-    empty = {name: np.zeros(shape, np.int64 if name == "slot_moves" else np.int32) for name, shape in NONE.items()}
+    shapes = NONE | NO_IDS
+    empty = {name: np.zeros(shape, np.int64 if name in WIDE else np.int32) for name, shape in shapes.items()}
     given = {name: np.array(rows, empty[name].dtype) for name, rows in arrays.items()}
     return SimpleNamespace(**(empty | given))
 
@@ -225,15 +228,59 @@ def test_apply_names_the_move_and_writes_nothing_when_the_memory_has_no_such_slo
     assert cache.block_table.sum() == 0
 
 
-@pytest.mark.parametrize("name", ["swap_out", "swap_in"])
-def test_apply_refuses_and_writes_nothing_when_the_plan_asks_for_more(name):
-    cache = make_cache(backend="numpy")
+@pytest.mark.parametrize("layout", ["block", "layer"])
+def test_apply_swaps_out_then_in_then_copies_when_a_plan_asks_for_all(layout):
+    cache = make_cache(layout=layout, host_blocks=3)
     number_blocks(cache)
-    plan = make_plan(**{name: [range(NONE[name][1])], "table_updates": [(0, 0, 0, 1)], "copies": [(1, 2)]})
-    with pytest.raises(UnsupportedError, match=rf"plan\.{name}"):
+    cache.host_pool.fill_(9)
+    plan = make_plan(
+        swap_out=[(1, 2), (5, 0)], swap_out_ids=[4, 4], swap_in=[(1, 3)], swap_in_ids=[5], copies=[(3, 4)]
+    )
+    cache.apply(plan)
+    assert [int(block.max()) for block in cache.host_pool] == [5, 9, 1]
+    assert [int(block.max()) for block in cache.pool] == [0, 1, 2, 9, 9, 5]
+    assert cache.finished_transfers(np.array([4, 5, 6])).tolist() == [4, 5]
+
+
+def test_apply_passes_over_a_transfer_when_it_was_started_before():
+    cache = make_cache(backend="numpy", host_blocks=2)
+    number_blocks(cache)
+    cache.apply(make_plan(swap_out=[(1, 0)], swap_out_ids=[1]))
+    cache.pool[1] = 7
+    cache.apply(make_plan(swap_out=[(1, 0), (2, 1)], swap_out_ids=[1, 2]))
+    assert cache.host_pool[:, 0, 0, 0, 0, 0].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "message"),
+    [
+        ("swap_out", (6, 0), r"plan.swap_out: expected pairs of blocks below \(6, 2\), found \[6, 0\]"),
+        ("swap_in", (2, 1), r"plan.swap_in: expected pairs of blocks below \(2, 6\), found \[2, 1\]"),
+        ("swap_in", (0, -1), r"plan.swap_in: expected pairs of blocks below \(2, 6\), found \[0, -1\]"),
+    ],
+)
+def test_apply_names_the_swap_and_writes_nothing_when_it_is_outside(name, pair, message):
+    cache = make_cache(backend="numpy", host_blocks=2)
+    plan = make_plan(**{name: [pair], f"{name}_ids": [1], "table_updates": [(0, 0, 0, 1)]})
+    with pytest.raises(InvalidArgumentError, match=message):
         cache.apply(plan)
     assert cache.block_table.sum() == 0
-    assert cache.pool[2].max() == 2
+
+
+def test_apply_refuses_swaps_when_there_is_no_host_tier():
+    with pytest.raises(InvalidArgumentError, match="host_blocks: expected a host tier, because the plan has swaps"):
+        make_cache().apply(make_plan(swap_out=[(1, 0)], swap_out_ids=[1]))
+
+
+def test_host_tier_has_the_blocks_of_the_configuration_when_nothing_else_is_said():
+    cache_config = pagedkv.CacheConfig(16, 4, groups=[pagedkv.GroupSpec(2, 1, 8)], num_host_blocks=5)
+    cache = KVCache.from_config(cache_config, pagedkv.SchedulerConfig(max_model_len=40))
+    assert (cache.host_blocks, tuple(cache.host_pool.shape)) == (5, (5, 2, 2, 1, 4, 8))
+
+
+def test_host_blocks_are_refused_when_they_are_negative():
+    with pytest.raises(InvalidArgumentError, match="host_blocks: expected at least 0, found -1"):
+        make_cache(host_blocks=-1)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,11 @@ class LLM:
         Whether prompts reuse the keys and values of earlier ones.
     max_plans_in_flight : int
         Steps that may be started before the oldest is committed.
+    preemption_mode : {"recompute", "swap"}
+        Whether what is preempted is computed again, or goes to host memory and comes back.
+    host_blocks : int, optional
+        Blocks of host memory for that, each as large as one of the cache; by default as many as the cache has where
+        `preemption_mode` is "swap", else none.
     seed : int
         Decides the random numbers of requests without a seed of their own.
 
@@ -93,11 +98,13 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         max_plans_in_flight: int = 1,
+        preemption_mode: str = "recompute",
+        host_blocks: int | None = None,
         seed: int = 0,
     ) -> None:
         hf_model, self._tokenizer = load_model(model, tokenizer, dtype)
         paged = TransformersModel(hf_model)
-        limits = _limits(paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight)
+        limits = _limits(paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight, preemption_mode)
         groups = paged.cache_groups(limits.max_model_len)
         make_config = partial(
             CacheConfig,
@@ -107,7 +114,10 @@ class LLM:
             num_layer_slots=choose_layer_slots(groups),
         )
         # Two blocks are the fewest that a configuration takes.
-        config = make_config(choose_num_blocks(make_config(2), limits, num_blocks, kv_cache_memory_bytes))
+        num_blocks = choose_num_blocks(make_config(2), limits, num_blocks, kv_cache_memory_bytes)
+        if host_blocks is None:
+            host_blocks = num_blocks if preemption_mode == "swap" else 0
+        config = make_config(num_blocks, num_host_blocks=host_blocks)
         self._scheduler = Scheduler(config, limits)
         kv_cache = KVCache.from_config(config, limits, device=str(paged.device))
         self._kv_cache: KVCache | None = kv_cache
@@ -244,6 +254,7 @@ def _limits(
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
     max_plans_in_flight: int,
+    preemption_mode: str,
 ) -> SchedulerConfig:
     longest = model.max_model_len
     if max_model_len is None:
@@ -262,6 +273,7 @@ def _limits(
         ),
         max_model_len=max_model_len,
         max_plans_in_flight=max_plans_in_flight,
+        preemption_mode=preemption_mode,
     )
 
 

@@ -211,8 +211,15 @@ class EngineLoop:
         plan = self._plans[-1]
         self._note_changes(plan)
         self._kv_cache.apply(plan)
+        if self._kv_cache.host_blocks:
+            self._end_transfers()
         self._drawn.append(self._run(plan))
         return plan.num_tokens > 0
+
+    def _end_transfers(self) -> None:
+        ended = self._kv_cache.finished_transfers(self._scheduler.outstanding_transfers)
+        if ended.size:
+            self._scheduler.transfers_done(ended)
 
     def _run(self, plan: StepPlan) -> _Samples:
         counts = np.diff(plan.sample_start_loc)
@@ -243,7 +250,7 @@ class EngineLoop:
             self._table.seat(row, request.lines[sample])
         for _, request_id, sample in plan.preempted:
             logger.info(
-                "preempted sample %d of request %s, which will be recomputed; cache usage is now %.1f %%",
+                "preempted sample %d of request %s, which will come back; cache usage is now %.1f %%",
                 sample,
                 request_id,
                 100 * self._scheduler.usage,

@@ -2,6 +2,6 @@
 
 from pagedkv._core import Tensor, from_dlpack
 from pagedkv.kv_cache.cache import KVCache
-from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv
+from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv, swap_blocks
 
-__all__ = ["KVCache", "Tensor", "append_kv", "copy_blocks", "from_dlpack", "gather_kv", "move_kv"]
+__all__ = ["KVCache", "Tensor", "append_kv", "copy_blocks", "from_dlpack", "gather_kv", "move_kv", "swap_blocks"]

@@ -6,6 +6,7 @@ from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
 from pagedkv.kv_cache.groups import CacheGroup, groups_of, place_layers, view_array, view_tensor
+from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
 from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv
 
@@ -49,6 +50,9 @@ class KVCache:
         contiguous.
     block_table : array, shape (1, max_num_seqs, max_blocks_per_seq), int32, optional
         Memory to use in place for the block table.
+    host_blocks : int
+        Blocks of the host tier, for requests that are preempted by swap; they take as much memory each as those of the
+        pool, in the same layout.
 
     Attributes
     ----------
@@ -100,6 +104,7 @@ class KVCache:
         device: str = "cpu",
         pool: Any = None,
         block_table: Any = None,
+        host_blocks: int = 0,
     ) -> None:
         group = CacheGroup(
             tuple(range(size("num_layers", num_layers))),
@@ -119,6 +124,7 @@ class KVCache:
             device=device,
             pool=pool,
             block_table=block_table,
+            host_blocks=host_blocks,
         )
 
     @classmethod
@@ -132,7 +138,8 @@ class KVCache:
         scheduler_config : SchedulerConfig
             Sequences and their longest length, which size the block table.
         **options
-            `layout`, `backend`, `device`, `pool`, `block_table` as for the class. The pool has the shape of the first
+            `layout`, `backend`, `device`, `pool`, `block_table` as for the class; `host_blocks` too, by default those of
+            the configuration. The pool has the shape of the first
             group, ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``, and the block table
             ``(num_groups, max_num_seqs, max_blocks_per_seq)``, which is as wide as the smallest block size needs.
 
@@ -151,6 +158,7 @@ class KVCache:
         width = -(-max_tokens // min(group.block_size for group in groups))
         cache = cls.__new__(cls)
         table_sizes = (scheduler_config.max_num_seqs, width)
+        options.setdefault("host_blocks", cache_config.num_host_blocks)
         cache._set_up(cache_config.num_blocks, groups, num_layer_slots, table_sizes, **options)
         return cache
 
@@ -166,6 +174,7 @@ class KVCache:
         device: Any = "cpu",
         pool: Any = None,
         block_table: Any = None,
+        host_blocks: int = 0,
     ) -> None:
         check_place(layout, backend, device)
         self.num_blocks = num_blocks
@@ -182,6 +191,12 @@ class KVCache:
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
         self._views = [view_tensor(self._pool, group) for group in self.groups]
         self._tensors, self._layers = self._view_layers()
+        self.host_blocks = integer("host_blocks", host_blocks)
+        if self.host_blocks < 0:
+            raise InvalidArgumentError(f"host_blocks: expected at least 0, found {host_blocks}")
+        self._host = (
+            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend) if self.host_blocks else None
+        )
 
     def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
         tensors, arrays = {}, {}
@@ -302,7 +317,9 @@ class KVCache:
         return list(self._tables)
 
     def apply(self, plan: Any) -> None:
-        """Do what a plan asks of the memory before the model runs: table updates, slot moves, then copies.
+        """Do what a plan asks before the model runs: table updates, slot moves, swap-out, swap-in, then copies.
+
+        A transfer that was started before is passed over.
 
         Parameters
         ----------
@@ -311,16 +328,16 @@ class KVCache:
 
         Raises
         ------
-        UnsupportedError
-            If the plan has swaps; nothing is written then.
         TypeError, InvalidArgumentError
             If it is no plan, or names cells, slots or blocks that the memory does not have; nothing is written then.
         """
         if not hasattr(plan, "table_updates"):
             raise TypeError(f"plan: expected a StepPlan, found {type(plan).__name__}")
-        for name in ("swap_out", "swap_in"):
-            if len(getattr(plan, name)):
-                raise UnsupportedError(f"plan.{name}: KVCache.apply does not support them yet")
+        swaps = len(plan.swap_out) + len(plan.swap_in) > 0
+        if swaps and self._host is None:
+            raise InvalidArgumentError("host_blocks: expected a host tier, because the plan has swaps, found 0")
+        if swaps and self._host is not None:
+            self._host.check(plan, self.num_blocks)
         if len(plan.copies) and not 0 <= plan.copies.min() <= plan.copies.max() < self.num_blocks:
             raise InvalidArgumentError(
                 f"plan.copies: expected blocks below {self.num_blocks}, found {plan.copies.max()}"
@@ -331,8 +348,30 @@ class KVCache:
             _core.update_block_table(self._block_table, plan.table_updates, self.num_blocks)
         if len(plan.slot_moves):
             self.move_kv(plan.slot_moves)
+        if swaps and self._host is not None:
+            self._host.start(plan, self._pool)
         if len(plan.copies):
             copy_blocks(self._pool, plan.copies)
+
+    @property
+    def host_pool(self) -> Any:
+        """The memory of the host tier, in the library that made it; None where there is none."""
+        return None if self._host is None else self._host.pool
+
+    def finished_transfers(self, ids: Any) -> Any:
+        """Return those of these transfers that have ended; `Scheduler.transfers_done` wants to know.
+
+        Parameters
+        ----------
+        ids : array, shape (k,), int64
+            Transfers, as `Scheduler.outstanding_transfers` lists them.
+
+        Returns
+        -------
+        array, int64
+            On the CPU, those that `apply` has started.
+        """
+        return ids[:0] if self._host is None else self._host.finished(ids)
 
     def _check_moves(self, slot_moves: Any) -> None:
         for group, source, destination in slot_moves.tolist():

@@ -91,6 +91,35 @@ def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
     _core.move_kv(pool, slot_moves, group)
 
 
+def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
+    """Copy whole blocks over all layers from one pool to another, as to a host tier and back.
+
+    Parameters
+    ----------
+    source, destination : array, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
+        The pools, which share no memory; the destination is modified. They may differ in their number of blocks and in
+        their strides.
+    pairs : array, shape (k, 2), int32
+        Source and destination blocks. A destination comes once.
+
+    Raises
+    ------
+    TypeError, InvalidArgumentError
+        If the pools differ in element type or in the shape of a block, or a block is outside its pool. Nothing is
+        written then.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> device = np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1, 1, 1).repeat(2, axis=2)
+    >>> host = np.zeros_like(device[:2])
+    >>> swap_blocks(device, host, np.array([[3, 0]], np.int32))
+    >>> host[:, 0, 1, 0, 0, 0].tolist()
+    [3.0, 0.0]
+    """
+    _core.swap_blocks(source, destination, pairs)
+
+
 def gather_kv(
     k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None, *, out: Any = None
 ) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ Names and arguments are those of the operations. Nothing here is shared with the
 """
 
 from pagedkv.reference.attention import attention_tolerance, paged_attention, paged_attention_same_precision
-from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv, move_kv
+from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv, move_kv, swap_blocks
 
 __all__ = [
     "append_kv",
@@ -14,4 +14,5 @@ __all__ = [
     "move_kv",
     "paged_attention",
     "paged_attention_same_precision",
+    "swap_blocks",
 ]

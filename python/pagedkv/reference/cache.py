@@ -82,6 +82,27 @@ def move_kv(pool: Array, slot_moves: Array, group: int = 0) -> None:
         pool[destination // block_size, ..., destination % block_size, :] = token
 
 
+def swap_blocks(source: Array, destination: Array, pairs: Array) -> None:
+    """Copy whole blocks over all layers from one pool to another.
+
+    Parameters
+    ----------
+    source, destination : ndarray, shape (num_blocks, ...)
+        The pools; the destination is modified.
+    pairs : ndarray, shape (k, 2)
+        Source and destination blocks.
+
+    Examples
+    --------
+    >>> device, host = np.arange(4.0), np.zeros(2)
+    >>> swap_blocks(device, host, np.array([[3, 0]]))
+    >>> host.tolist()
+    [3.0, 0.0]
+    """
+    for block, target in pairs:
+        destination[target] = source[block]
+
+
 def gather_kv(
     k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, rows: Array | None = None
 ) -> tuple[Array, Array]:

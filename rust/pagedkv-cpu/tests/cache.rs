@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use pagedkv_cpu::{DType, Error, View, append_kv, copy_blocks, gather_kv, update_block_table};
+use pagedkv_cpu::{DType, Error, View, append_kv, copy_blocks, gather_kv, swap_blocks, update_block_table};
 
 const BLOCKS: usize = 6;
 const HEADS: usize = 2;
@@ -108,4 +108,31 @@ fn table_stays_as_it_was_when_one_update_is_outside() {
     assert!(update_block_table(&view, &[[0, 0, 0, 7], [0, 1, 0, 9]], 9).is_err());
     update_block_table(&view, &[[0, 1, 2, 8]], 9).unwrap();
     assert_eq!(table, [0, 0, 0, 0, 0, 8]);
+}
+
+#[test]
+fn swap_copies_whole_blocks_between_pools_of_different_strides() {
+    let mut device: Vec<i64> = (0..12).collect();
+    let mut host = vec![-1; 6];
+    // SAFETY: the vector covers the shape and outlives the view.
+    let layers_first = unsafe { View::new(device.as_mut_ptr().cast::<c_void>(), DType::I64, [4, 3], [1, 4]) };
+    swap_blocks(&layers_first, &view(&mut host, DType::I64, [2, 3]), &[[3, 0], [1, 1]], 1).unwrap();
+    assert_eq!(host, [3, 7, 11, 1, 5, 9]);
+}
+
+#[test]
+fn swap_copies_nothing_when_a_destination_comes_twice() {
+    let (mut source, mut destination) = (vec![1_i64; 4], vec![0_i64; 4]);
+    let (from, to) = (view(&mut source, DType::I64, [4, 1]), view(&mut destination, DType::I64, [4, 1]));
+    let error = swap_blocks(&from, &to, &[[0, 1], [2, 1]], 1).unwrap_err();
+    assert_eq!(error.to_string(), "pairs[1, 1]: expected each destination once, found 1");
+    assert_eq!(destination, [0; 4]);
+}
+
+#[test]
+fn swap_refuses_pools_that_share_memory() {
+    let mut pool = vec![0_i64; 4];
+    let one = view(&mut pool, DType::I64, [4, 1]);
+    let error = swap_blocks(&one, &one, &[[0, 1]], 1).unwrap_err();
+    assert_eq!(error.to_string(), "destination: expected memory of its own, found an overlap with source");
 }

@@ -32,6 +32,15 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
     Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
 }
 
+/// Ids of 64 bits: an int64 array of NumPy, or a sequence of ints. Copied.
+pub(crate) fn longs(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
+        return Ok(array.as_array().to_vec());
+    }
+    let list = object.extract::<Vec<i64>>();
+    list.map_err(|_| wrong_type(argument, "a one-dimensional int64 array, or a sequence of ints", object))
+}
+
 /// Rows of token ids as one run with their width, where the object is an array of two dimensions.
 pub(crate) fn rows(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<(Vec<i32>, usize)>> {
     let ndim = object.getattr("ndim").and_then(|ndim| ndim.extract::<usize>());

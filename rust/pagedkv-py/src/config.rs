@@ -177,6 +177,8 @@ impl GroupSpec {
 ///     Memory that pinned prefixes may keep, in whole blocks; it is kept from requests. Needs `groups`.
 /// pin_quota_blocks : int
 ///     The same in blocks.
+/// num_host_blocks : int
+///     Blocks of the host tier, for requests that are preempted by swap.
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct CacheConfig(pub(crate) CoreCache, CacheLayout);
@@ -188,7 +190,7 @@ impl CacheConfig {
         num_blocks, block_size=core::DEFAULT_BLOCK_SIZE, *, hash_seed=0, enable_prefix_caching=true,
         kv_cache_metrics_sample=0.0, groups=Vec::new(), num_layer_slots=None, eviction_policy="lru", pin_quota_bytes=0,
         pin_quota_blocks=0, enable_kv_cache_events=false, event_hash="sha256_cbor", event_hash_seed=DEFAULT_CHAIN_SEED,
-        max_pending_events=DEFAULT_MAX_PENDING_EVENTS,
+        max_pending_events=DEFAULT_MAX_PENDING_EVENTS, num_host_blocks=0,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
@@ -206,6 +208,7 @@ impl CacheConfig {
         event_hash: &str,
         event_hash_seed: &str,
         #[pyo3(from_py_with = crate::args::u32s::max_pending_events)] max_pending_events: u32,
+        #[pyo3(from_py_with = crate::args::u32s::num_host_blocks)] num_host_blocks: u32,
     ) -> PyResult<Self> {
         let events = EventConfig {
             algorithm: event_hash.parse().map_err(to_py_err)?,
@@ -221,6 +224,7 @@ impl CacheConfig {
             num_layer_slots,
             eviction_policy: eviction_policy.parse().map_err(to_py_err)?,
             pin_quota_blocks,
+            num_host_blocks,
             residency_sampling: every(kv_cache_metrics_sample)?,
             events: enable_kv_cache_events.then_some(events),
         };
@@ -277,6 +281,12 @@ impl CacheConfig {
         if self.0.residency_sampling == 0 { 0.0 } else { 1.0 / f64::from(self.0.residency_sampling) }
     }
 
+    /// Blocks of the host tier.
+    #[getter]
+    fn num_host_blocks(&self) -> u32 {
+        self.0.num_host_blocks
+    }
+
     /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.
     #[getter]
     fn groups(&self) -> Vec<GroupSpec> {
@@ -324,6 +334,7 @@ impl CacheConfig {
             "enable_prefix_caching",
             "eviction_policy",
             "pin_quota_blocks",
+            "num_host_blocks",
             "enable_kv_cache_events",
             "kv_cache_metrics_sample",
         ];
@@ -375,6 +386,10 @@ fn every(share: f64) -> PyResult<u32> {
 ///     Most draft tokens per sequence.
 /// max_plans_in_flight : int
 ///     Plans that may be made before the oldest is ended.
+/// preemption_mode : {"recompute", "swap"}
+///     What becomes of the blocks of a request that is preempted: they are dropped, but for what the prefix cache keeps,
+///     and computed again; or they go to the host tier and come back. A request that has not filled a block, or for which
+///     the host tier has no room, is computed again.
 /// policy : {"fcfs", "priority", "lpm", "fair", "external"}
 ///     First come, first served; lower `priority` first, taking seats and blocks from higher ones; longest cached prefix
 ///     first; weighted fair share per `tenant`; by the keys that `Scheduler(policy=...)` returns.
@@ -403,6 +418,7 @@ impl SchedulerConfig {
         watermark=0.0,
         lookahead=0,
         max_plans_in_flight=core::DEFAULT_MAX_PLANS_IN_FLIGHT,
+        preemption_mode="recompute",
         policy="fcfs",
         ageing=Some(core::DEFAULT_AGEING),
         tenant_weights=None,
@@ -418,6 +434,7 @@ impl SchedulerConfig {
         #[pyo3(from_py_with = crate::args::f64s::watermark)] watermark: f64,
         #[pyo3(from_py_with = crate::args::u32s::lookahead)] lookahead: u32,
         #[pyo3(from_py_with = crate::args::u32s::max_plans_in_flight)] max_plans_in_flight: u32,
+        preemption_mode: &str,
         policy: &str,
         #[pyo3(from_py_with = crate::args::optional_u32s::ageing)] ageing: Option<u32>,
         tenant_weights: Option<BTreeMap<String, f64>>,
@@ -436,6 +453,7 @@ impl SchedulerConfig {
             watermark,
             lookahead,
             max_plans_in_flight,
+            preemption_mode: preemption_mode.parse().map_err(to_py_err)?,
             policy,
             ageing,
             tenant_weights: tenant_weights.unwrap_or_default().into_iter().collect(),
@@ -470,6 +488,11 @@ impl SchedulerConfig {
     #[getter]
     fn lookahead(&self) -> u32 {
         self.0.lookahead
+    }
+
+    #[getter]
+    fn preemption_mode(&self) -> &'static str {
+        self.0.preemption_mode.name()
     }
 
     #[getter]
@@ -513,6 +536,7 @@ impl SchedulerConfig {
             "watermark",
             "lookahead",
             "max_plans_in_flight",
+            "preemption_mode",
             "policy",
             "ageing",
             "tenant_weights",

@@ -68,6 +68,23 @@ pub(crate) fn move_kv(
     py.detach(|| pagedkv_cpu::move_kv(&view, &moves, group, threads)).map_err(to_py_err)
 }
 
+/// Copies whole blocks over all layers between two pools; see `pagedkv_cpu::swap_blocks`.
+#[pyfunction]
+#[pyo3(signature = (source, destination, pairs, *, num_threads=None))]
+pub(crate) fn swap_blocks(
+    py: Python<'_>,
+    source: &Bound<'_, PyAny>,
+    destination: &Bound<'_, PyAny>,
+    pairs: &Bound<'_, PyAny>,
+    num_threads: Option<usize>,
+) -> PyResult<()> {
+    let (source, destination) = (array("source", source)?, array("destination", destination)?);
+    let pairs: Vec<[i32; 2]> = records("pairs", pairs)?;
+    let threads = threads(py, num_threads)?;
+    let (from, to) = (source.view("source", POOL)?, destination.view_mut("destination", POOL)?);
+    py.detach(|| pagedkv_cpu::swap_blocks(&from, &to, &pairs, threads)).map_err(to_py_err)
+}
+
 /// Collects whole sequences into contiguous arrays; see `pagedkv_cpu::gather_kv`.
 #[pyfunction]
 #[pyo3(signature = (k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows=None, *, num_threads=None))]

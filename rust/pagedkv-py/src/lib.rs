@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use crate::cpu_ops::{
         append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, paged_attention,
-        update_block_table,
+        swap_blocks, update_block_table,
     };
     #[pymodule_export]
     use crate::dlpack::{Tensor, from_dlpack};

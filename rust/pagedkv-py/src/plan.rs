@@ -139,6 +139,12 @@ impl StepPlan {
         self.plan.blocked_on().map(pagedkv_core::PlanId::get)
     }
 
+    /// Whether this plan has no tokens while there is work, and transfers are outstanding, its own included.
+    #[getter]
+    fn waits_for_transfers(&self) -> bool {
+        self.plan.waits_for_transfers()
+    }
+
     /// S.
     #[getter]
     fn num_sequences(&self) -> u32 {
