@@ -84,8 +84,12 @@ impl Scene {
 
     /// The older request has taken one of the younger one's blocks and ended; the younger one is on its way in.
     fn coming_in() -> (Self, StepPlan) {
+        Self::coming_in_after(1)
+    }
+
+    fn coming_in_after(num_steps: u32) -> (Self, StepPlan) {
         let mut scene = Self::out(true);
-        step(&mut scene.scheduler);
+        (0..num_steps).for_each(|_| drop(step(&mut scene.scheduler)));
         scene.scheduler.abort(scene.old, None).unwrap();
         let plan = scene.scheduler.schedule().unwrap();
         (scene, plan)
@@ -104,21 +108,21 @@ fn blocks_of_a_preempted_request_go_out_once_each_under_one_id() {
     assert_eq!((plan.changes().preempted.len(), scheduler.num_swaps()), (1, 1));
 }
 
+/// A request of two samples, of 12 tokens each, goes out in the sixth plan of a pool of seven blocks.
+fn samples_out() -> (Scheduler, Handle, Handle, StepPlan) {
+    let mut scheduler = scheduler(7, 8, 1);
+    let old = add(&mut scheduler, "old", 8, 16);
+    let young = add_samples(&mut scheduler, "young", 8, 8, 2);
+    (0..5).for_each(|_| drop(step(&mut scheduler)));
+    let plan = step(&mut scheduler);
+    (scheduler, old, young, plan)
+}
+
 #[test]
 fn blocks_that_samples_share_go_out_once() {
-    let mut scheduler = scheduler(6, 8, 1);
-    add(&mut scheduler, "old", 8, 16);
-    add_samples(&mut scheduler, "young", 8, 4, 2);
-    step(&mut scheduler);
-    step(&mut scheduler);
-    // Two blocks of the older one, and two shared ones and a tail each of the younger; the older needs one more.
-    while scheduler.num_swaps() == 0 {
-        let plan = scheduler.schedule().unwrap();
-        let sources: Vec<_> = pairs(&plan, Field::SwapOut).into_iter().map(|pair| pair.0).collect();
-        assert!(sources.is_empty() || sources.len() == 3 || sources.len() == 4, "{sources:?}");
-        commit(&mut scheduler, &plan);
-    }
-    scheduler.check_integrity().unwrap();
+    let (_, _, _, plan) = samples_out();
+    let sources: Vec<_> = pairs(&plan, Field::SwapOut).into_iter().map(|pair| pair.0).collect();
+    assert_eq!(sources.len(), 4, "two blocks of the prompt, and one of each sample's own: {sources:?}");
 }
 
 #[test]
@@ -235,7 +239,8 @@ fn request_goes_on_when_its_blocks_are_in_and_the_host_blocks_are_free() {
 
 #[test]
 fn full_blocks_that_came_in_are_hit_again() {
-    let (mut scene, plan) = Scene::coming_in();
+    let (mut scene, plan) = Scene::coming_in_after(5);
+    assert_eq!(pairs(&plan, Field::SwapIn).len(), 2, "the scene is another");
     commit(&mut scene.scheduler, &plan);
     scene.scheduler.transfers_done(&[2], true).unwrap();
     scene.scheduler.abort(scene.young, None).unwrap();
@@ -252,9 +257,8 @@ fn prefix_that_another_request_computed_meanwhile_comes_back_without_a_copy() {
     step(&mut scheduler);
     step(&mut scheduler);
     scheduler.transfers_done(&[1], true).unwrap();
-    while scheduler.progress(old, 0).unwrap().num_computed < 17 {
-        step(&mut scheduler);
-    }
+    (0..10).for_each(|_| drop(step(&mut scheduler)));
+    assert_eq!(scheduler.progress(old, 0).unwrap().num_computed, 18, "the scene is another");
     // Every block of the pool was the older one's; now another computes the younger one's prefix.
     scheduler.abort(old, None).unwrap();
     scheduler.hold(young).unwrap();
@@ -268,17 +272,25 @@ fn prefix_that_another_request_computed_meanwhile_comes_back_without_a_copy() {
 
 #[test]
 fn samples_that_had_parted_come_back_parted() {
-    let mut scheduler = scheduler(7, 8, 1);
-    let old = add(&mut scheduler, "old", 8, 16);
-    let young = add_samples(&mut scheduler, "young", 8, 4, 2);
-    while scheduler.num_swaps() == 0 {
-        step(&mut scheduler);
-    }
+    let (mut scheduler, old, young, _) = samples_out();
     scheduler.transfers_done(&[1], true).unwrap();
     scheduler.abort(old, None).unwrap();
+    assert_eq!(starts(&step(&mut scheduler)), [(young.get(), 12), (young.get(), 12)]);
+}
+
+#[test]
+fn samples_whose_blocks_did_not_come_in_compute_their_prompt_once() {
+    let (mut scheduler, old, young, _) = samples_out();
+    scheduler.transfers_done(&[1], true).unwrap();
+    // The older one takes some of what the younger one had.
+    step(&mut scheduler);
+    scheduler.abort(old, None).unwrap();
     let plan = step(&mut scheduler);
-    assert_eq!(plan.i64s(Field::Handles), [young.get(), young.get()]);
-    assert_eq!(plan.sizes().num_tokens, 2, "nothing is computed again");
+    let id = plan.i64s(Field::SwapInIds)[0];
+    scheduler.transfers_done(&[id], false).unwrap();
+    scheduler.check_integrity().unwrap();
+    let plan = step(&mut scheduler);
+    assert_eq!(plan.i64s(Field::Handles), [young.get()], "one sample computes the prompt for both");
 }
 
 // --- failures
@@ -287,9 +299,7 @@ fn samples_that_had_parted_come_back_parted() {
 fn what_failed_on_its_way_out_and_was_reused_is_computed_again() {
     let mut scene = Scene::out(false);
     assert_eq!(scene.scheduler.num_host_blocks(), (8, 8));
-    while scene.scheduler.progress(scene.old, 0).unwrap().num_computed < 13 {
-        step(&mut scene.scheduler);
-    }
+    (0..5).for_each(|_| drop(step(&mut scene.scheduler)));
     scene.scheduler.abort(scene.old, None).unwrap();
     assert_eq!(starts(&step(&mut scene.scheduler)), [(scene.young.get(), 0)]);
 }

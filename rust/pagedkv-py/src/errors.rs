@@ -95,9 +95,11 @@ fn class_of<'a>(error: &Error, found: &'a Exceptions) -> &'a Py<PyType> {
     match error {
         Error::InBatch { error, .. } => class_of(error, found),
         Error::NeverFits { .. } => &found.never_fits,
-        Error::UnknownHandle(_) | Error::UnknownTransfer(_) | Error::UnknownSequence(_) | Error::UnknownBlock { .. } | Error::UnknownPin(_) => {
-            &found.unknown
-        }
+        Error::UnknownHandle(_)
+        | Error::UnknownTransfer(_)
+        | Error::UnknownSequence(_)
+        | Error::UnknownBlock { .. }
+        | Error::UnknownPin(_) => &found.unknown,
         Error::NotHeld(_) => &found.not_held,
         Error::SequenceInFlight(_)
         | Error::RequestInFlight(_)

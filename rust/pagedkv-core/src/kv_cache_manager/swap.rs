@@ -76,6 +76,13 @@ pub(crate) struct Return {
     pub(crate) num_needed: u32,
 }
 
+impl Return {
+    /// Whether some blocks come from the host tier.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.sources.contains(&Source::Host)
+    }
+}
+
 /// A sequence whose blocks are not all there yet: the tokens that are, and its residence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {

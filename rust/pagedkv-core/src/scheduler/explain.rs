@@ -12,7 +12,7 @@ use crate::ids::{Handle, PlanId};
 pub enum Reason {
     /// Nothing is in its way: the next plan computes so many of its tokens.
     Ready {
-        /// Tokens that run.
+        /// Tokens that run; 0 where blocks come back from the host tier first.
         num_tokens: u32,
     },
     /// It is a session that has finished and keeps its blocks: it waits for `append_tokens`.

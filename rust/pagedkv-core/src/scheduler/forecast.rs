@@ -4,6 +4,7 @@ use super::Scheduler;
 use super::explain::Reason;
 use super::policy::Order;
 use super::request::Stage;
+use super::swap::Readmission;
 use crate::kv_cache_manager::ComputedBlocks;
 
 /// What is left for those that come later in the pass.
@@ -76,7 +77,7 @@ impl Scheduler {
     /// Finds the blocks that are kept for the first waiting request. Answers it where it must take something first.
     fn forecast_head(&mut self, forecast: &mut Forecast) -> Option<u32> {
         let (&order, &slot) = self.waiting.first_key_value()?;
-        if self.gives_way(order).is_none() || self.request(slot).num_in_flight > 0 {
+        if self.gives_way(order).is_none() || self.request(slot).is_under_way() {
             return None;
         }
         let (needed, is_partial) = self.admission_needs(slot, forecast.budget);
@@ -100,6 +101,9 @@ impl Scheduler {
             return Reason::Behind { request: self.request(first).handle };
         }
         let request = self.request(slot);
+        if let Some(transfer) = request.transfer {
+            return Reason::Transfer { transfer };
+        }
         if request.needs_commit && request.num_in_flight > 0 {
             return Reason::InFlight { plan: request.last_plan };
         }
@@ -187,6 +191,9 @@ impl Scheduler {
     fn forecast_waiting(&mut self, slot: u32, forecast: &mut Forecast) -> Reason {
         let budget = self.limits.max_num_batched_tokens;
         let request = self.request(slot);
+        if let Some(transfer) = request.transfer {
+            return Reason::Transfer { transfer };
+        }
         if request.num_in_flight > 0 {
             return Reason::InFlight { plan: request.last_plan };
         }
@@ -195,6 +202,9 @@ impl Scheduler {
             return Reason::Seats { needed, free: forecast.num_free_seats, fenced: self.seats.num_fenced() };
         }
         let num_seats = needed;
+        if let Some(back) = self.find_way_back(slot) {
+            return self.forecast_return(slot, &back, forecast);
+        }
         let num_new = self.first_chunk(slot, forecast);
         if forecast.budget == 0 || num_new == 0 {
             return Reason::TokenBudget { budget, left: forecast.budget };
@@ -227,6 +237,37 @@ impl Scheduler {
         forecast.claimed += others + self.blocks_behind(index, &forecast.hits, start + num_new, want.target);
         forecast.num_partial_prefills += u32::from(is_partial);
         Reason::Ready { num_tokens: num_new }
+    }
+
+    /// A request that comes back from the host tier; it computes nothing yet where blocks have to be copied.
+    fn forecast_return(&mut self, slot: u32, back: &Readmission, forecast: &mut Forecast) -> Reason {
+        let budget = self.limits.max_num_batched_tokens;
+        if forecast.budget == 0 {
+            return Reason::TokenBudget { budget, left: 0 };
+        }
+        if back.is_partial() && forecast.num_partial_prefills >= self.limits.max_num_partial_prefills {
+            return Reason::PartialPrefills { limit: self.limits.max_num_partial_prefills };
+        }
+        let needed = if self.is_first(slot) && !forecast.has_admitted {
+            back.num_needed
+        } else {
+            back.num_needed_for_all + forecast.claimed + self.watermark_blocks
+        };
+        if needed > forecast.available {
+            if self.last_keeper_behind(self.request(slot).order).is_some() {
+                forecast.in_the_way = Some(slot);
+                return Reason::Ready { num_tokens: 0 };
+            }
+            return self.no_blocks(needed, forecast.available);
+        }
+        forecast.has_admitted = true;
+        forecast.available -= back.num_needed;
+        forecast.num_free_seats -= self.request(slot).num_seats();
+        forecast.claimed += back.num_needed_for_all - back.num_needed;
+        forecast.num_partial_prefills += u32::from(back.is_partial());
+        let num_tokens = if back.waits() { 0 } else { back.num_missing().min(forecast.budget) };
+        forecast.budget -= num_tokens;
+        Reason::Ready { num_tokens }
     }
 
     /// Whether somebody has blocks that a running request may take.

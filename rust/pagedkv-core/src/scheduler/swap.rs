@@ -27,6 +27,16 @@ impl Readmission {
     pub(super) fn is_partial(&self) -> bool {
         self.len + 1 < self.known
     }
+
+    /// Tokens that it has to compute before it draws the next.
+    pub(super) const fn num_missing(&self) -> u32 {
+        self.known - self.len
+    }
+
+    /// Whether blocks have to be copied before it goes on.
+    pub(super) fn waits(&self) -> bool {
+        self.found.has_copies()
+    }
 }
 
 impl Scheduler {

@@ -40,9 +40,12 @@ pub(crate) struct Device {
     seats: BTreeMap<u32, (String, u32)>,
 }
 
-/// A plan's transfers: id, whether it goes to the host, and its (device, host) blocks.
-pub(crate) fn transfers_of(plan: &StepPlan) -> Vec<(i64, bool, Vec<(usize, usize)>)> {
-    let mut found: Vec<(i64, bool, Vec<(usize, usize)>)> = Vec::new();
+/// A transfer: its id, whether it goes to the host, and its (device, host) blocks.
+pub(crate) type Told = (i64, bool, Vec<(usize, usize)>);
+
+/// What a plan tells of transfers.
+pub(crate) fn transfers_of(plan: &StepPlan) -> Vec<Told> {
+    let mut found: Vec<Told> = Vec::new();
     for (ids, pairs, is_out) in [(Field::SwapOutIds, Field::SwapOut, true), (Field::SwapInIds, Field::SwapIn, false)] {
         for (&id, pair) in plan.i64s(ids).iter().zip(plan.i32s(pairs).chunks(2)) {
             let (source, target) = (pair[0] as usize, pair[1] as usize);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use pagedkv_core::step_plan::Field;
 use pagedkv_core::{Handle, Scheduler, StepPlan};
 
-use super::super::device::transfers_of;
+use super::super::device::{Told, transfers_of};
 use super::{Entry, SchedulerModel};
 
 /// What a request has in the host tier.
@@ -109,9 +109,7 @@ impl SchedulerModel {
                 .filter_map(|sample| scheduler.block_table(handle, sample as u32).expect("a live sample"))
                 .flat_map(|table| table.iter().map(|block| block.get() as usize))
                 .collect();
-            let is_its = |(_, _, pairs): &(i64, bool, Vec<(usize, usize)>)| {
-                pairs.iter().all(|(device, _)| tables.contains(device))
-            };
+            let is_its = |(_, _, pairs): &Told| pairs.iter().all(|(device, _)| tables.contains(device));
             let transfer = new.iter().position(is_its).map(|at| new.remove(at));
             let request = &mut self.requests[at];
             request.is_resident = true;
