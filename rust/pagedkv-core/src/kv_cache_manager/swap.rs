@@ -138,7 +138,7 @@ impl KVCacheManager {
 
     /// Finds where the blocks of returning sequences are: still on the device, on the device because others computed the
     /// same prefix, or in the host tier. What is nowhere any more shortens its sequence.
-    pub(crate) fn find_blocks(&self, record: &SwapRecord, returning: &mut [Returning], found: &mut Return) {
+    pub(crate) fn find_swapped(&self, record: &SwapRecord, returning: &mut [Returning], found: &mut Return) {
         found.sources.clear();
         found.sources.resize(record.blocks.len(), Source::Unknown);
         found.num_needed = 0;
@@ -151,7 +151,8 @@ impl KVCacheManager {
                 for column in first..returning.len.div_ceil(spec.block_size) {
                     let place = columns[column as usize];
                     let end = (column + 1) * spec.block_size;
-                    let node = nodes.get((end / self.block_size) as usize - 1).copied().filter(|_| end <= returning.len);
+                    let node =
+                        nodes.get((end / self.block_size) as usize - 1).copied().filter(|_| end <= returning.len);
                     let source = if place == ABSENT {
                         None
                     } else if found.sources[place as usize] == Source::Unknown {

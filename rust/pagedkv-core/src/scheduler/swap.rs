@@ -91,7 +91,7 @@ impl Scheduler {
         let stage = if request.num_live > 1 { swapped.stage } else { Stage::Apart };
         let mut returning = self.returning(request, swapped, stage);
         let mut found = Return::default();
-        self.manager.find_blocks(&swapped.record, &mut returning, &mut found);
+        self.manager.find_swapped(&swapped.record, &mut returning, &mut found);
         // Samples that come back have the prompt's blocks in common, or it is computed anew for all.
         let least = if stage == Stage::Apart && request.num_live > 1 {
             (request.prompt_len() / self.manager.block_size * self.manager.block_size).max(1)

@@ -30,14 +30,17 @@ pub(super) struct Transfer {
 impl SchedulerModel {
     /// The blocks of every request, before a plan is made.
     pub(super) fn blocks_held(&self, scheduler: &Scheduler) -> Vec<(Handle, BTreeSet<usize>)> {
-        let blocks = |handle, sample: usize| {
-            let table = scheduler.block_table(handle, sample as u32).expect("a live sample").unwrap_or_default();
-            table.iter().map(|block| block.get() as usize).collect::<Vec<_>>()
-        };
+        let blocks = |handle, sample: usize| self.blocks_of(scheduler, handle, sample);
         let of = |request: &super::Request| {
             request.sequences().into_iter().flat_map(|sample| blocks(request.handle, sample)).collect()
         };
         self.residents().map(|request| (request.handle, of(request))).collect()
+    }
+
+    fn blocks_of(&self, scheduler: &Scheduler, handle: Handle, sample: usize) -> Vec<usize> {
+        let table = |group| scheduler.group_table(handle, sample as u32, group).expect("a live sample");
+        let blocks = (0..self.limits.groups.len()).flat_map(|group| table(group).unwrap_or_default());
+        blocks.map(|block| block.get() as usize).filter(|&block| block > 0).collect()
     }
 
     /// Who of the victims went out: each distinct block of it once, and all of it or nothing. Answers those that did.
@@ -104,11 +107,8 @@ impl SchedulerModel {
             assert!(request.transfer.is_none(), "{handle:?} comes back before it has gone out");
             let waits = self.plans.iter().flat_map(|plan| &plan.entries).any(|entry| entry.handle == handle);
             assert!(!waits, "{handle:?} comes back while a plan in flight is about it");
-            let tables: BTreeSet<usize> = request
-                .live()
-                .filter_map(|sample| scheduler.block_table(handle, sample as u32).expect("a live sample"))
-                .flat_map(|table| table.iter().map(|block| block.get() as usize))
-                .collect();
+            let tables: BTreeSet<usize> =
+                request.live().flat_map(|sample| self.blocks_of(scheduler, handle, sample)).collect();
             let is_its = |(_, _, pairs): &Told| pairs.iter().all(|(device, _)| tables.contains(device));
             let transfer = new.iter().position(is_its).map(|at| new.remove(at));
             let request = &mut self.requests[at];
@@ -159,12 +159,13 @@ impl SchedulerModel {
     }
 
     pub(super) fn undo_swapped(&mut self, entry: &Entry) {
-        let block_size = self.limits.block_size;
+        // So many tokens are whole blocks in every group.
+        let multiple = (1..).find(|&len| self.limits.groups.are_whole_at(len)).expect("some length is");
         let Some(request) = self.find_mut(entry.handle) else { return };
         let Some(swapped) = request.swapped.as_mut().filter(|swapped| swapped.residence == entry.residence) else {
             return;
         };
-        let border = entry.before - entry.before % block_size;
+        let border = entry.before - entry.before % multiple;
         if swapped.has_parted {
             swapped.lens[entry.sample] = swapped.lens[entry.sample].min(border);
         } else {
