@@ -282,8 +282,8 @@ fn samples_that_had_parted_come_back_parted() {
 fn samples_whose_blocks_did_not_come_in_compute_their_prompt_once() {
     let (mut scheduler, old, young, _) = samples_out();
     scheduler.transfers_done(&[1], true).unwrap();
-    // The older one takes some of what the younger one had.
-    step(&mut scheduler);
+    // The older one takes what each sample of the younger one had for itself.
+    (0..5).for_each(|_| drop(step(&mut scheduler)));
     scheduler.abort(old, None).unwrap();
     let plan = step(&mut scheduler);
     let id = plan.i64s(Field::SwapInIds)[0];

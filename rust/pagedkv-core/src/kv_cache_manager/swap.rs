@@ -320,7 +320,7 @@ impl KVCacheManager {
                     let table = &mut self.sequences[index].tables[group];
                     if column < first {
                         table.blocks.push(NULL_BLOCK);
-                        (table.num_null, table.num_left) = (table.num_null + 1, column + 1);
+                        table.num_null += 1;
                         continue;
                     }
                     let place = record.sequences[entry].columns[group][column as usize] as usize;
@@ -348,6 +348,7 @@ impl KVCacheManager {
                 arrivals.push(Arrival { sequence: index as u32, epoch, num_there });
             } else {
                 self.register_filled(index);
+                self.leave_windows(index);
             }
         }
         arriving
@@ -366,5 +367,6 @@ impl KVCacheManager {
         let sequence = &mut self.sequences[index];
         sequence.num_computed = sequence.num_scheduled;
         self.register_filled(index);
+        self.leave_windows(index);
     }
 }
