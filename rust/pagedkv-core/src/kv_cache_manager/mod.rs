@@ -36,7 +36,7 @@ pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub use plan::{AllocatedSlots, BlockCopy};
 pub(crate) use sequence::{Sequence, Table, Tail};
-pub(crate) use swap::{Arrival, Return, Returning, SwapRecord};
+pub(crate) use swap::{Arrival, LostGrowth, Return, Returning, SwapRecord};
 pub(crate) use windows::DepartedColumn;
 
 /// What a lookup found for a sequence. See [`KVCacheManager::get_computed_blocks`].
@@ -90,6 +90,8 @@ pub struct KVCacheManager {
     pub(crate) groups: SmallVec<[TableSpec; 1]>,
     /// Prefixes are hit in multiples of this: whole blocks in every group.
     pub(crate) hit_multiple: u32,
+    /// Growths of sequences that lost their blocks, which were undone since; `None` where nobody asks.
+    pub(crate) lost_growths: Option<Vec<LostGrowth>>,
     pub(crate) has_windows: bool,
     /// Whether a sequence's blocks may leave nodes of its path without one, so that the path is held.
     pub(crate) holds_paths: bool,
@@ -119,6 +121,7 @@ impl KVCacheManager {
             vacant: Vec::new(),
             block_size: config.block_size,
             hit_multiple: hit_multiple(&groups)?,
+            lost_growths: None,
             has_windows: groups.iter().any(|table| table.sliding_window.is_some()),
             holds_paths: !groups.iter().any(anchors),
             groups,

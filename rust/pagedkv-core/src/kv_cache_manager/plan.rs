@@ -436,6 +436,9 @@ impl KVCacheManager {
         for growth in record.growths.drain(..).rev() {
             let copies = record.copies.split_off(record.copies.len() - growth.num_copies as usize);
             if !growth.is_of(&self.sequences) {
+                if let Some(lost) = &mut self.lost_growths {
+                    lost.push((growth.sequence, growth.epoch, growth.before));
+                }
                 continue;
             }
             let index = growth.sequence as usize;

@@ -83,6 +83,10 @@ impl Return {
     }
 }
 
+/// A growth that was undone after its sequence had lost its blocks: the sequence, its residence then, and the computed
+/// length before.
+pub(crate) type LostGrowth = (u32, u32, u32);
+
 /// A sequence whose blocks are not all there yet: the tokens that are, and its residence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {
@@ -108,6 +112,8 @@ impl KVCacheManager {
         let mut places = std::collections::HashMap::new();
         for (number, (sample, index)) in sequences.enumerate() {
             let Sequence { tables, epoch, num_scheduled, .. } = &self.sequences[index];
+            // What it awaits moves for lies elsewhere, and those are dropped.
+            let len = self.sequences[index].first_moved().unwrap_or(*num_scheduled);
             let mut columns = Vec::with_capacity(tables.len());
             for (group, table) in tables.iter().enumerate() {
                 let mut add = |block: BlockId| {
@@ -129,7 +135,7 @@ impl KVCacheManager {
                 sample,
                 sequence: index as u32,
                 epoch: *epoch,
-                len: *num_scheduled,
+                len: len.min(*num_scheduled),
                 columns,
             });
         }

@@ -16,7 +16,7 @@ impl Scheduler {
             };
             let request = self.request(slot);
             // Its samples may be on their way, or its blocks, or its rows still be named by a plan in flight.
-            if request.is_under_way() || request.num_seats() > self.seats.num_free() {
+            if self.is_under_way(slot) || request.num_seats() > self.seats.num_free() {
                 return;
             }
             if let Some(back) = self.find_way_back(slot) {

@@ -77,7 +77,7 @@ impl Scheduler {
     /// Finds the blocks that are kept for the first waiting request. Answers it where it must take something first.
     fn forecast_head(&mut self, forecast: &mut Forecast) -> Option<u32> {
         let (&order, &slot) = self.waiting.first_key_value()?;
-        if self.gives_way(order).is_none() || self.request(slot).is_under_way() {
+        if self.gives_way(order).is_none() || self.is_under_way(slot) {
             return None;
         }
         let (needed, is_partial) = self.admission_needs(slot, forecast.budget);

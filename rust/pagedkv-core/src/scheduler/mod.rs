@@ -186,6 +186,7 @@ impl Scheduler {
             return invalid("num_host_blocks", "at least 1 with preemption_mode \"swap\"", 0);
         }
         let mut manager = KVCacheManager::new(cache)?;
+        manager.lost_growths = (limits.preemption_mode == PreemptionMode::Swap).then(Vec::new);
         manager.departed = manager.has_windows.then(Vec::new);
         if policy.wants_hits() {
             manager.pool.prefixes.remember_births();

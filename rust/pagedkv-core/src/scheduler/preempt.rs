@@ -45,7 +45,7 @@ impl Scheduler {
     /// but held requests runs, those give way as well.
     pub(super) fn make_way(&mut self, pass: &mut Pass) {
         let Some((&order, &slot)) = self.waiting.first_key_value() else { return };
-        if self.gives_way(order).is_none() || self.request(slot).is_under_way() {
+        if self.gives_way(order).is_none() || self.is_under_way(slot) {
             return;
         }
         let num_seats = self.request(slot).num_seats();

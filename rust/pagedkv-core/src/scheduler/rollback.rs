@@ -16,6 +16,7 @@ impl Scheduler {
         let keep = self.plans.iter().position(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         self.drain_inbox();
         self.manager.rollback(plan)?;
+        self.undo_swapped();
         let mut undone = self.plans.split_off(keep);
         while let Some(mut record) = undone.pop_back() {
             self.undo_entries(&record);
@@ -50,8 +51,6 @@ impl Scheduler {
                 self.recorder.admission_undone(request, entry);
                 self.withdraw_admission(entry.slot);
             }
-            // What went out since is good as far as it was before.
-            self.undo_swapped(entry.slot, entry.sequence, entry.epoch, entry.start - entry.num_hit_tokens);
         }
     }
 

@@ -3,6 +3,8 @@
 use super::pass::Pass;
 use super::request::{NONE, Request, Sample, Stage};
 use super::transfers::{Direction, Swapped, TransferredBlock};
+use smallvec::SmallVec;
+
 use super::{Departure, Scheduler};
 use crate::config::PreemptionMode;
 use crate::kv_cache_manager::{Return, Returning};
@@ -58,7 +60,10 @@ impl Scheduler {
         };
         let samples = request.samples.iter().enumerate().filter(is_held);
         let held = samples.map(|(number, sample)| (number as u32, sample.sequence as usize));
-        let mut record = self.manager.record_of(held);
+        let held: SmallVec<[_; 4]> = held.collect();
+        let plans = held.iter().filter_map(|&(_, index)| self.manager.sequence(index).in_flight.last());
+        let named_by = plans.map(|&(plan, _)| plan).max();
+        let mut record = self.manager.record_of(held.iter().copied());
         let longest = record.sequences.iter().map(|sequence| sequence.len).max().unwrap_or(0);
         if longest < self.manager.block_size || record.blocks.len() > self.host.num_free() as usize {
             return;
@@ -70,7 +75,7 @@ impl Scheduler {
             TransferredBlock { device: block.device, host, place }
         });
         let blocks = blocks.collect();
-        request.swapped = Some(Box::new(Swapped { record, stage: request.stage }));
+        request.swapped = Some(Box::new(Swapped { record, stage: request.stage, named_by }));
         self.begin_transfer(slot, Direction::Out, blocks);
         self.num_swaps += 1;
     }
@@ -175,6 +180,8 @@ impl Scheduler {
         request.last_plan = pass.record.id;
         let leader = request.leader();
         self.take_seats(slot, leader, back.stage);
+        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        self.recorder.admitted(request, 0);
         self.bring_back(slot, back);
         if self.request(slot).transfer.is_some() {
             pass.claimed += back.num_needed_for_all - back.num_needed;
@@ -236,12 +243,23 @@ impl Scheduler {
         self.sit(slot, leader);
     }
 
-    /// A plan that computed tokens for a request is undone; if those went out since, they are void there too.
-    pub(super) fn undo_swapped(&mut self, slot: u32, sequence: u32, epoch: u32, before: u32) {
+    /// Plans that computed tokens for requests which went out since are undone: that is void there too.
+    pub(super) fn undo_swapped(&mut self) {
         let multiple = self.manager.hit_multiple;
-        if let Some(swapped) = &mut self.request_mut(slot).swapped {
-            swapped.record.undo(sequence, epoch, before, multiple);
+        let Some(lost) = &mut self.manager.lost_growths else { return };
+        for (sequence, epoch, before) in lost.drain(..) {
+            for swapped in self.requests.iter_mut().flatten().filter_map(|request| request.swapped.as_mut()) {
+                swapped.record.undo(sequence, epoch, before, multiple);
+            }
         }
+    }
+
+    /// Whether a waiting request has to wait for plans or transfers that are about it, or about what it had: only when they
+    /// have ended is it known what of that is good.
+    pub(super) fn is_under_way(&self, slot: u32) -> bool {
+        let request = self.request(slot);
+        let named_by = request.swapped.as_ref().and_then(|swapped| swapped.named_by);
+        request.is_under_way() || named_by.is_some_and(|plan| self.fence_of(plan).is_some())
     }
 }
 

@@ -4,7 +4,7 @@ use super::request::Stage;
 use super::{InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::host_pool::{HostBlockId, HostPool};
-use crate::ids::{BlockId, Handle};
+use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
 use crate::kv_cache_manager::{Arrival, SwapRecord};
 use crate::step_plan::{Field, StepPlan};
@@ -70,6 +70,8 @@ impl Transfers {
 pub(super) struct Swapped {
     pub(super) record: SwapRecord,
     pub(super) stage: Stage,
+    /// The newest plan in flight that names what it had.
+    pub(super) named_by: Option<PlanId>,
 }
 
 impl Swapped {

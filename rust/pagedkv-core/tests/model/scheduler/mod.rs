@@ -273,7 +273,7 @@ impl SchedulerModel {
             }
             self.undo_transfers(&plan.arrays);
             for entry in plan.entries.iter().rev() {
-                self.undo_swapped(entry);
+                self.undo_swapped(entry.handle, entry.sample, entry.residence, entry.before);
                 let Some(request) = self.find_mut(entry.handle) else {
                     continue;
                 };
@@ -296,6 +296,7 @@ impl SchedulerModel {
                 }
             }
             for &(handle, sample, residence, from) in &plan.moved {
+                self.undo_swapped(handle, sample, residence, from);
                 if let Some(request) = self.find_mut(handle).filter(|request| request.residence == residence) {
                     request.samples[sample].num_scheduled = from;
                     self.events.note("undone moves", 1);

@@ -46,6 +46,15 @@ impl SchedulerModel {
         self.count_lookup(is_first, u64::from(asks), queries, entry.num_hit_tokens as u64);
     }
 
+    /// A request came back from the host tier.
+    pub(super) fn note_return(&mut self, handle: Handle) {
+        let now = self.now;
+        let request = self.find_mut(handle).expect("who comes back lives");
+        let admission = (request.times.waiting_since, now);
+        request.times.admissions.push(admission);
+        self.totals.queue_time_seconds += wait(&admission);
+    }
+
     /// The plan of a sequence that is still as the plan left it was undone.
     pub(super) fn note_undone(&mut self, entry: &Entry, num_queried: u64) {
         let request = self.find_mut(entry.handle).expect("an entry of a live request");

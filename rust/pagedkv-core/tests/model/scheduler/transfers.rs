@@ -6,7 +6,7 @@ use pagedkv_core::step_plan::Field;
 use pagedkv_core::{Handle, Scheduler, StepPlan};
 
 use super::super::device::{Told, transfers_of};
-use super::{Entry, SchedulerModel};
+use super::SchedulerModel;
 
 /// What a request has in the host tier.
 #[derive(Clone, Debug)]
@@ -68,7 +68,11 @@ impl SchedulerModel {
             gone_out.push(handle);
             self.transfers.push(Transfer { id, handle, is_out, pairs });
             let request = self.find_mut(handle).expect("victims live");
-            let lens = (0..request.samples.len()).map(|sample| request.num_scheduled(sample)).collect();
+            let good = |sample: usize| {
+                let moved = request.samples[sample].awaiting.as_ref().map_or(usize::MAX, |(from, _)| *from);
+                request.num_scheduled(sample).min(moved)
+            };
+            let lens = (0..request.samples.len()).map(good).collect();
             let (residence, has_parted) = (request.residence, request.has_parted);
             request.swapped = Some(Swapped { residence, has_parted, lens, is_short: false });
             request.transfer = Some(id);
@@ -131,6 +135,8 @@ impl SchedulerModel {
                 request.set_num_scheduled(sample, len);
                 self.events.note("tokens that came back", len as u64);
             }
+            self.note_return(handle);
+            let request = &mut self.requests[at];
             self.events.note("returns", 1);
             self.events.note(
                 "blocks taken back",
@@ -158,16 +164,16 @@ impl SchedulerModel {
         }
     }
 
-    pub(super) fn undo_swapped(&mut self, entry: &Entry) {
+    pub(super) fn undo_swapped(&mut self, handle: Handle, sample: usize, residence: u32, before: usize) {
         // So many tokens are whole blocks in every group.
         let multiple = (1..).find(|&len| self.limits.groups.are_whole_at(len)).expect("some length is");
-        let Some(request) = self.find_mut(entry.handle) else { return };
-        let Some(swapped) = request.swapped.as_mut().filter(|swapped| swapped.residence == entry.residence) else {
+        let Some(request) = self.find_mut(handle) else { return };
+        let Some(swapped) = request.swapped.as_mut().filter(|swapped| swapped.residence == residence) else {
             return;
         };
-        let border = entry.before - entry.before % multiple;
+        let border = before - before % multiple;
         if swapped.has_parted {
-            swapped.lens[entry.sample] = swapped.lens[entry.sample].min(border);
+            swapped.lens[sample] = swapped.lens[sample].min(border);
         } else {
             swapped.lens.iter_mut().for_each(|len| *len = (*len).min(border));
         }
