@@ -103,17 +103,18 @@ pub(crate) struct Arriving {
 }
 
 impl KVCacheManager {
-    /// What sequences hold, each distinct block once. They are given as (sample, index).
+    /// What sequences hold, each distinct block once. They are given as (sample, index, guesses that are being checked).
     ///
     /// # Complexity
     /// O(blocks), with a probe each for all sequences but the first.
-    pub(crate) fn record_of(&self, sequences: impl Iterator<Item = (u32, usize)>) -> SwapRecord {
+    pub(crate) fn record_of(&self, sequences: impl Iterator<Item = (u32, usize, u32)>) -> SwapRecord {
         let mut record = SwapRecord::default();
         let mut places = std::collections::HashMap::new();
-        for (number, (sample, index)) in sequences.enumerate() {
+        for (number, (sample, index, num_drafts)) in sequences.enumerate() {
             let Sequence { tables, epoch, num_scheduled, .. } = &self.sequences[index];
-            // What it awaits moves for lies elsewhere, and those are dropped.
-            let len = self.sequences[index].first_moved().unwrap_or(*num_scheduled);
+            // Accepted guesses may lie elsewhere than they belong, and the moves that would mend that are dropped.
+            let moved = self.sequences[index].first_moved();
+            let len = (num_scheduled - num_drafts).min(moved.unwrap_or(u32::MAX));
             let mut columns = Vec::with_capacity(tables.len());
             for (group, table) in tables.iter().enumerate() {
                 let mut add = |block: BlockId| {
@@ -131,13 +132,7 @@ impl KVCacheManager {
             if number == 0 {
                 places.extend(record.blocks.iter().map(|block| block.device).zip(0..));
             }
-            record.sequences.push(SwappedSequence {
-                sample,
-                sequence: index as u32,
-                epoch: *epoch,
-                len: len.min(*num_scheduled),
-                columns,
-            });
+            record.sequences.push(SwappedSequence { sample, sequence: index as u32, epoch: *epoch, len, columns });
         }
         record
     }

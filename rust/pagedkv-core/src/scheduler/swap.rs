@@ -1,6 +1,6 @@
 //! Preemption by swap: a request's blocks go to the host tier, and it goes on from there when it is admitted again.
 
-use super::pass::Pass;
+use super::pass::{Entry, Pass};
 use super::request::{NONE, Request, Sample, Stage};
 use super::transfers::{Direction, Swapped, TransferredBlock};
 use smallvec::SmallVec;
@@ -59,9 +59,17 @@ impl Scheduler {
             sample.sequence != NONE && sample.finish.is_none() && only.is_none_or(|only| only == number)
         };
         let samples = request.samples.iter().enumerate().filter(is_held);
-        let held = samples.map(|(number, sample)| (number as u32, sample.sequence as usize));
-        let held: SmallVec<[_; 4]> = held.collect();
-        let plans = held.iter().filter_map(|&(_, index)| self.manager.sequence(index).in_flight.last());
+        let held: SmallVec<[_; 4]> = samples
+            .map(|(number, sample)| {
+                let index = sample.sequence as usize;
+                let epoch = self.manager.sequence(index).epoch;
+                let is_it = |entry: &&Entry| (entry.sequence, entry.epoch) == (sample.sequence, epoch);
+                let entries = self.plans.iter().rev().flat_map(|plan| &plan.entries).filter(is_it);
+                let num_drafts = entries.map(|entry| entry.num_drafts).next().filter(|_| sample.is_drafting);
+                (number as u32, index, num_drafts.unwrap_or(0))
+            })
+            .collect();
+        let plans = held.iter().filter_map(|&(_, index, _)| self.manager.sequence(index).in_flight.last());
         let named_by = plans.map(|&(plan, _)| plan).max();
         let mut record = self.manager.record_of(held.iter().copied());
         let longest = record.sequences.iter().map(|sequence| sequence.len).max().unwrap_or(0);

@@ -67,10 +67,19 @@ impl SchedulerModel {
             let handle = *victims.iter().find(is_it).expect("what goes out is all that a victim had");
             gone_out.push(handle);
             self.transfers.push(Transfer { id, handle, is_out, pairs });
+            // Guesses that are being checked are as good as not computed.
+            let in_flight = self.plans.iter().flat_map(|plan| &plan.entries);
+            let guesses: Vec<_> = in_flight
+                .filter(|entry| entry.handle == handle && !entry.drafts.is_empty())
+                .map(|entry| (entry.sample, entry.residence, entry.drafts.len()))
+                .collect();
             let request = self.find_mut(handle).expect("victims live");
             let good = |sample: usize| {
                 let moved = request.samples[sample].awaiting.as_ref().map_or(usize::MAX, |(from, _)| *from);
-                request.num_scheduled(sample).min(moved)
+                let is_it =
+                    |&&(of, residence, _): &&(usize, u32, usize)| of == sample && residence == request.residence;
+                let num_guesses = guesses.iter().find(is_it).map_or(0, |&(.., len)| len);
+                (request.num_scheduled(sample) - num_guesses).min(moved)
             };
             let lens = (0..request.samples.len()).map(good).collect();
             let (residence, has_parted) = (request.residence, request.has_parted);
