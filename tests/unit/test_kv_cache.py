@@ -233,9 +233,7 @@ def test_apply_swaps_out_then_in_then_copies_when_a_plan_asks_for_all(layout):
     cache = make_cache(layout=layout, host_blocks=3)
     number_blocks(cache)
     cache.host_pool.fill_(9)
-    plan = make_plan(
-        swap_out=[(1, 2), (5, 0)], swap_out_ids=[4, 4], swap_in=[(1, 3)], swap_in_ids=[5], copies=[(3, 4)]
-    )
+    plan = make_plan(swap_out=[(1, 2), (5, 0)], swap_out_ids=[4, 4], swap_in=[(1, 3)], swap_in_ids=[5], copies=[(3, 4)])
     cache.apply(plan)
     assert [int(block.max()) for block in cache.host_pool] == [5, 9, 1]
     assert [int(block.max()) for block in cache.pool] == [0, 1, 2, 9, 9, 5]

@@ -104,7 +104,9 @@ class LLM:
     ) -> None:
         hf_model, self._tokenizer = load_model(model, tokenizer, dtype)
         paged = TransformersModel(hf_model)
-        limits = _limits(paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight, preemption_mode)
+        limits = _limits(
+            paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight, preemption_mode
+        )
         groups = paged.cache_groups(limits.max_model_len)
         make_config = partial(
             CacheConfig,

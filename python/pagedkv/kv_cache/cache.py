@@ -3,7 +3,7 @@
 from typing import Any, Literal, Self, TypeVar
 
 from pagedkv import _core
-from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
 from pagedkv.kv_cache.groups import CacheGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.host import HostTier
@@ -138,9 +138,9 @@ class KVCache:
         scheduler_config : SchedulerConfig
             Sequences and their longest length, which size the block table.
         **options
-            `layout`, `backend`, `device`, `pool`, `block_table` as for the class; `host_blocks` too, by default those of
-            the configuration. The pool has the shape of the first
-            group, ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``, and the block table
+            `layout`, `backend`, `device`, `pool`, `block_table`, and `host_blocks`, by default those of `cache_config`,
+            as for the class. The pool has the shape of the first group,
+            ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``, and the block table
             ``(num_groups, max_num_seqs, max_blocks_per_seq)``, which is as wide as the smallest block size needs.
 
         Returns

@@ -28,8 +28,9 @@ pub fn swap_blocks<const N: usize>(
     check_dtype("destination", destination, source.dtype())?;
     let (from, to) = (source.shape(), destination.shape());
     if from[1..] != to[1..] {
-        let expected = format!("blocks of shape {}", shape_text(&from[1..]));
-        return Err(Error::Shape { argument: "destination", expected, found: shape_text(&to[1..]) });
+        let block: Vec<String> = from[1..].iter().map(ToString::to_string).collect();
+        let expected = format!("(num_blocks, {})", block.join(", "));
+        return Err(Error::Shape { argument: "destination", expected, found: shape_text(&to) });
     }
     check_distinct("destination", destination)?;
     check_apart(("destination", destination), ("source", source))?;

@@ -175,7 +175,7 @@ impl SchedulerModel {
 
     pub(super) fn undo_swapped(&mut self, handle: Handle, sample: usize, residence: u32, before: usize) {
         // So many tokens are whole blocks in every group.
-        let multiple = (1..).find(|&len| self.limits.groups.are_whole_at(len)).expect("some length is");
+        let multiple = (1..1000).find(|&len| self.limits.groups.are_whole_at(len)).expect("some length is");
         let Some(request) = self.find_mut(handle) else { return };
         let Some(swapped) = request.swapped.as_mut().filter(|swapped| swapped.residence == residence) else {
             return;
