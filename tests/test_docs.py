@@ -109,3 +109,28 @@ def test_example_runs_to_its_end(example, tmp_path):
     run = subprocess.run([sys.executable, "-W", "error", example], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout
+
+
+FAULTS = (ROOT / "docs" / "faults.md").read_text()
+FAULT_TESTS = sorted(set(re.findall(r"`([\w/.-]+\.(?:rs|py))::(\w+)`", FAULTS)))
+
+
+def test_every_test_that_the_list_of_faults_names_exists():
+    def exists(file, test):
+        path = ROOT / file if "/" in file else ROOT / "rust/pagedkv-core/tests/faults" / file
+        return re.search(rf"(fn|def) {test}\(", path.read_text())
+
+    assert [named for named in FAULT_TESTS if not exists(*named)] == []
+
+
+def test_list_of_faults_is_whole_and_every_line_says_what_stands_against_it():
+    lines = re.findall(r"^(\d+)\. (.*)$", FAULTS, re.MULTILINE)
+    assert [int(number) for number, _ in lines] == list(range(1, 67))
+    without = [number for number, line in lines if not re.search(r"`[\w/.-]+::\w+`|\*\(later\)\*$", line)]
+    assert without == ["62"]
+
+
+def test_every_test_named_after_a_fault_is_in_the_list_of_faults():
+    sources = [*ROOT.glob("rust/pagedkv-core/**/*.rs"), *ROOT.glob("tests/**/test_*.py")]
+    named = {name for path in sources for name in re.findall(r"(?:fn|def) ((?:test_)?fault_\d\w+)\(", path.read_text())}
+    assert named == {test for _, test in FAULT_TESTS if "fault_" in test}

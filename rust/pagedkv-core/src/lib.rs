@@ -23,6 +23,17 @@
 //! # Ok::<(), pagedkv_core::Error>(())
 //! ```
 //!
+//! # Embedding
+//!
+//! Whoever owns the memory keeps one block table and does, for each plan, what its arrays say: write
+//! [`TableUpdates`](step_plan::Field::TableUpdates), copy [`Copies`](step_plan::Field::Copies), run the model on
+//! [`TokenIds`](step_plan::Field::TokenIds), whose keys and values go to
+//! [`SlotMapping`](step_plan::Field::SlotMapping), and give [`Scheduler::commit`] one token per row of
+//! [`SampleRows`](step_plan::Field::SampleRows). A plan that did not run goes to [`Scheduler::rollback`]. One thread
+//! steps; others leave requests and aborts in an [`Inbox`] and never wait for it. `examples/serve_loop.rs` is a whole
+//! server of 200 lines: clients on threads, streaming, a stop string. Whoever has a scheduler already takes
+//! [`KVCacheManager`] alone, and whoever has block tables too takes [`BlockPool`].
+//!
 //! Laws: what the bookkeeping promises is written once, as functions in `invariants.rs`, and
 //! [`Scheduler::check_integrity`] runs them all. "No room now" is a `None`, a caller's mistake is an [`Error`] that
 //! changed nothing, and a broken law is a panic. The crate has no `unsafe`, no clock and no randomness: the same calls
