@@ -66,7 +66,11 @@ def test_swap_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_p
     ("change", "error", "message"),
     [
         (lambda a: a.half(), TypeError, r"destination: expected dtype float32, found float16"),
-        (lambda a: a[:, :1], ValueError, r"destination: expected shape \(num_blocks, 3, 2, 1, 1, 8\), found \(3, 1, 2,"),
+        (
+            lambda a: a[:, :1],
+            ValueError,
+            r"destination: expected shape \(num_blocks, 3, 2, 1, 1, 8\), found \(3, 1, 2,",
+        ),
         (
             lambda a: a[:1].expand(3, 3, 2, 1, 1, 8),
             ValueError,
