@@ -20,7 +20,8 @@ def fake_config(*groups, num_layer_slots=2):
     """Return what `CacheConfig` refuses: groups of (layers, num_kv_heads, head_dim, block_size, dtype, window)."""
     names = ("layers", "num_kv_heads", "head_dim", "block_size", "dtype", "sliding_window")
     specs = [SimpleNamespace(num_layers=0, **dict(zip(names, group, strict=True))) for group in groups]
-    return SimpleNamespace(num_blocks=NUM_BLOCKS, block_size=4, groups=specs, num_layer_slots=num_layer_slots)
+    sizes = {"num_blocks": NUM_BLOCKS, "block_size": 4, "num_layer_slots": num_layer_slots, "num_host_blocks": 0}
+    return SimpleNamespace(**sizes, groups=specs)
 
 
 def make_config(*groups):
