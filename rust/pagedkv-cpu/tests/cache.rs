@@ -113,7 +113,7 @@ fn table_stays_as_it_was_when_one_update_is_outside() {
 #[test]
 fn swap_copies_whole_blocks_between_pools_of_different_strides() {
     let mut device: Vec<i64> = (0..12).collect();
-    let mut host = vec![-1; 6];
+    let mut host = vec![-1_i64; 6];
     // SAFETY: the vector covers the shape and outlives the view.
     let layers_first = unsafe { View::new(device.as_mut_ptr().cast::<c_void>(), DType::I64, [4, 3], [1, 4]) };
     swap_blocks(&layers_first, &view(&mut host, DType::I64, [2, 3]), &[[3, 0], [1, 1]], 1).unwrap();
