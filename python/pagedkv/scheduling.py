@@ -1,6 +1,7 @@
 """Continuous batching: requests in, one plan of flat arrays per step out."""
 
 from pagedkv._core import (
+    Explanation,
     FinishedRequest,
     Histogram,
     PrefixCacheStats,
@@ -13,6 +14,7 @@ from pagedkv._core import (
 )
 
 __all__ = [
+    "Explanation",
     "FinishedRequest",
     "Histogram",
     "PrefixCacheStats",

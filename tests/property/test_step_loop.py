@@ -55,6 +55,8 @@ class StepLoop(RuleBasedStateMachine):
         self.drafts = {}  # (handle, sample) -> ids and parents of guesses
         self.aborted = set()
         self.beams = set()
+        self.sessions = set()
+        self.ended = set()  # (handle, sample) of sessions that wait for more tokens
         self.num_requests = 0
 
     @rule(
@@ -63,15 +65,24 @@ class StepLoop(RuleBasedStateMachine):
         n=st.integers(1, 3),
         salt=st.sampled_from([None, "a"]),
         beams=st.booleans(),
+        session=st.booleans(),
     )
-    def add(self, prompt, max_tokens, n, salt, beams):
+    def add(self, prompt, max_tokens, n, salt, beams, session):
         self.num_requests += 1
         try:
             handle = self.scheduler.add_request(
-                str(self.num_requests), prompt, max_tokens=max_tokens, n=n, cache_salt=salt, needs_commit=beams
+                str(self.num_requests),
+                prompt,
+                max_tokens=max_tokens,
+                n=n,
+                cache_salt=salt,
+                needs_commit=beams,
+                session=session and not (beams and n > 1),
             )
         except ValueError:
             return
+        if session and not (beams and n > 1):
+            self.sessions.add(handle)
         if beams and n > 1:
             self.beams.add(handle)
         self.texts |= {(handle, sample): [("salt", salt), *prompt] for sample in range(n)}
@@ -218,9 +229,10 @@ class StepLoop(RuleBasedStateMachine):
         got = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
         kept = [token for handle, token in zip(drawn_for, tokens, strict=True) if handle not in self.aborted]
         assert result.num_ignored == len(tokens) - len(kept)
-        for key, token in zip(got, kept, strict=True):
+        for key, token, reason in zip(got, kept, result.finish_reason.tolist(), strict=True):
             self.texts[key].append(token)
             self.drafts.pop(key, None)
+            self.note_end(key, reason)
 
     def commit_drafts(self, plan, drawn, chance):
         """Accept some guesses of each sequence."""
@@ -242,10 +254,17 @@ class StepLoop(RuleBasedStateMachine):
         padded = [np.array([row + [-1] * (width - len(row)) for row in part]) for part in (rows, paths)]
         result = self.scheduler.commit(plan, padded[0], accepted=padded[1])
         kept = [row for handle, row in zip(told, rows, strict=True) if handle not in self.aborted]
-        got = zip(result.handles.tolist(), result.sequence.tolist(), result.num_new_tokens.tolist(), strict=True)
-        for (handle, sample, num_new), row in zip(got, kept, strict=True):
+        arrays = (result.handles, result.sequence, result.num_new_tokens, result.finish_reason)
+        got = zip(*(array.tolist() for array in arrays), strict=True)
+        for (handle, sample, num_new, reason), row in zip(got, kept, strict=True):
             self.texts[handle, sample] += row[:num_new]
             self.drafts.pop((handle, sample), None)
+            self.note_end((handle, sample), reason)
+
+    def note_end(self, key, reason):
+        if reason and key[0] in self.sessions:
+            self.ended.add(key)
+            self.rows.pop(key, None)
 
     def commit_beams(self, plan, drawn, drawn_for, chance):
         """Let some beams go and others branch; requests that are none get their one token per sample."""
@@ -266,13 +285,15 @@ class StepLoop(RuleBasedStateMachine):
         before = dict(self.texts)
         result = self.scheduler.commit(plan, tokens, parents=parents)
         assert result.num_ignored == sum(drawn_for[parent] in self.aborted for parent in parents)
-        told = iter(zip(result.handles.tolist(), result.sequence.tolist(), strict=True))
+        arrays = (result.handles, result.sequence, result.finish_reason)
+        told = zip(*(array.tolist() for array in arrays), strict=True)
         for parent, token in zip(parents, tokens, strict=True):
             handle = drawn_for[parent]
             if handle in self.aborted:
                 continue
-            got, sample = next(told)
+            got, sample, reason = next(told)
             assert got == handle
+            self.note_end((handle, sample), reason)
             source = 0 if is_prompt[handle] and counts[handle] > 1 else numbers[parent]
             if sample >= 0:
                 self.texts[handle, sample] = [*before[handle, source], token]
@@ -296,6 +317,48 @@ class StepLoop(RuleBasedStateMachine):
         self.scheduler.abort(handle)
         self.aborted.add(handle)
 
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=4), max_tokens=st.integers(1, 4))
+    def append_tokens(self, data, ids, max_tokens):
+        key = data.draw(st.sampled_from(sorted(self.ended)))
+        try:
+            self.scheduler.append_tokens(*key, ids, max_tokens=max_tokens)
+        except (ValueError, pagedkv.exceptions.StateError, pagedkv.exceptions.UnknownIdError):
+            return
+        self.texts[key] += ids
+        self.ended.discard(key)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def free(self, data):
+        handle, sample = data.draw(st.sampled_from(sorted(self.ended)))
+        if handle not in self.aborted:
+            self.scheduler.free(handle, sample)
+        self.ended.discard((handle, sample))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), hold=st.booleans())
+    def hold_or_release(self, data, hold):
+        handle, _ = data.draw(st.sampled_from(sorted(self.texts)))
+        self.set_held(handle, hold)
+
+    def set_held(self, handle, hold):
+        try:
+            (self.scheduler.hold if hold else self.scheduler.release)(handle)
+        except pagedkv.exceptions.UnknownIdError:
+            assert handle not in {key[0] for key in self.ended} or handle in self.aborted
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=3), n=st.integers(1, 2))
+    def fork(self, data, ids, n):
+        key = data.draw(st.sampled_from(sorted(self.texts)))
+        self.num_requests += 1
+        try:
+            forked = self.scheduler.fork(*key, str(self.num_requests), ids, max_tokens=2, n=n)
+        except (ValueError, pagedkv.exceptions.StateError, pagedkv.exceptions.UnknownIdError):
+            return
+        self.texts |= {(forked, sample): [*self.texts[key], *ids] for sample in range(n)}
+
     @invariant()
     def laws_hold(self):
         if hasattr(self, "scheduler"):
@@ -308,6 +371,12 @@ class StepLoop(RuleBasedStateMachine):
             while self.plans:
                 self.commit()
             self.end_transfers(True)
+            for handle in {key[0] for key in self.texts}:
+                self.set_held(handle, False)
+            for key in sorted(self.ended):
+                if key[0] not in self.aborted:
+                    self.scheduler.free(*key)
+            self.ended.clear()
             if not self.scheduler.has_unfinished_requests():
                 break
             plan = self.scheduler.schedule()

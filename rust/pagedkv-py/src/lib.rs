@@ -23,6 +23,7 @@ mod result;
 mod scheduler;
 mod sim;
 mod stats;
+mod verbs;
 
 #[pymodule]
 mod _core {
@@ -51,6 +52,8 @@ mod _core {
     use crate::result::{FinishedRequest, StepResult};
     #[pymodule_export]
     use crate::scheduler::Scheduler;
+    #[pymodule_export]
+    use crate::verbs::Explanation;
 
     #[pymodule_export]
     use crate::events::{AllBlocksCleared, BlockRemoved, BlockStored, KVCacheSnapshot, KVEventBatch};

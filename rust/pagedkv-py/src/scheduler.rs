@@ -45,7 +45,7 @@ pub(crate) type Span = (u32, u32, Vec<u8>);
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Scheduler {
     pub(crate) core: Arc<Guarded<Core>>,
-    inbox: Inbox,
+    pub(crate) inbox: Inbox,
     /// Gives the keys of waiting requests.
     policy: Option<Py<PyAny>>,
 }
@@ -69,7 +69,7 @@ fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
     bytes.map(Into::into).map_err(|_| wrong_type("cache_salt", "str or bytes", object))
 }
 
-fn monotonic(py: Python<'_>) -> PyResult<f64> {
+pub(crate) fn monotonic(py: Python<'_>) -> PyResult<f64> {
     py.import(intern!(py, "time"))?.call_method0(intern!(py, "monotonic"))?.extract()
 }
 
@@ -141,7 +141,9 @@ impl Scheduler {
     ///     Refused unless the eviction policy is "priority".
     /// cache_ttl : float, optional
     ///     Seconds after the release of a block for which `cache_priority` holds; for good by default.
-    /// num_external_tokens, session
+    /// session : bool
+    ///     Whether samples that finish keep their blocks until `append_tokens`, `free` or `abort`.
+    /// num_external_tokens
     ///     Refused by name when set.
     /// now : float, optional
     ///     Arrival in seconds, by default of `time.monotonic()`. Statistics and policies of the caller's look at it.

@@ -358,6 +358,16 @@ impl KVCacheManager {
 
     /// The block of a group into which the next token goes, if it must be copied first.
     pub(crate) fn tail_to_copy(&self, index: usize, group: usize) -> Option<BlockId> {
+        self.tail_to_copy_after(index, group, |_| 0)
+    }
+
+    /// The same, when others have let go of blocks before: so many holders of each.
+    pub(crate) fn tail_to_copy_after(
+        &self,
+        index: usize,
+        group: usize,
+        num_released: impl FnOnce(BlockId) -> u32,
+    ) -> Option<BlockId> {
         let sequence = &self.sequences[index];
         let block_size = self.groups[group].block_size;
         if sequence.tail == Tail::Own || sequence.num_scheduled.is_multiple_of(block_size) {
@@ -365,10 +375,11 @@ impl KVCacheManager {
         }
         let tail = sequence.tables[group].blocks[(sequence.num_scheduled / block_size) as usize];
         let record = &self.pool.blocks[tail.index()];
-        let is_needed = record.ref_count > 1
+        let num_released = num_released(tail);
+        let is_needed = record.ref_count > 1 + num_released
             || record.num_transfers > 0
             || record.node != NO_NODE && self.pool.carries_descendants(tail)
-            || sequence.tail == Tail::Cut && self.pool.has_fence(tail);
+            || sequence.tail == Tail::Cut && (num_released > 0 || self.pool.has_fence(tail));
         is_needed.then_some(tail)
     }
 

@@ -45,15 +45,15 @@ impl Scheduler {
             return false;
         }
         let others = self.others_need(slot);
+        let claimed = self.claimed_before(pass, slot);
         let needed = if self.is_first(slot) {
             self.manager.blocks_needed(index, num_new, hits)
         } else {
-            self.blocks_to_admit(index, want.target, hits) + others + pass.claimed + self.watermark_blocks
+            self.blocks_to_admit(index, want.target, hits) + others + claimed + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
-            let order = self.request(slot).order;
-            let Some(keeper) = self.last_keeper_behind(order) else { return false };
-            self.preempt(keeper);
+            let Some(giver) = self.gives_blocks(slot) else { return false };
+            self.preempt(giver);
             return self.admit(pass, slot, hits);
         }
         let stage = self.first_stage(slot);
@@ -71,6 +71,12 @@ impl Scheduler {
         pass.claimed += others + self.blocks_to_come(index, want.target);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
         true
+    }
+
+    /// Blocks that running prefills which come before a waiting request still need.
+    pub(super) fn claimed_before(&self, pass: &Pass, slot: u32) -> u32 {
+        let is_head = pass.head.is_some_and(|head| head.order == self.request(slot).order);
+        pass.claimed + if is_head { 0 } else { pass.claimed_behind }
     }
 
     /// Takes the first waiting request from the queue and puts it among the running ones.
@@ -99,11 +105,14 @@ impl Scheduler {
         (Want { target, known: target, num_drafts: 0 }, index)
     }
 
-    /// Blocks that the admission of a waiting request needs, and whether it starts with less than all that it knows.
-    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, bool) {
+    /// Blocks that the admission of a waiting request needs, the tokens that it starts with, and whether those are less than
+    /// all that it knows.
+    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, u32, bool) {
         if let Some(back) = self.find_way_back(slot) {
             let all = back.num_needed_for_all + self.watermark_blocks;
-            return (if self.is_first(slot) { back.num_needed } else { all }, back.is_partial());
+            let needed = if self.is_first(slot) { back.num_needed } else { all };
+            let num_tokens = if back.waits() { 0 } else { back.num_missing().min(budget) };
+            return (needed, num_tokens, back.is_partial());
         }
         let (want, index) = self.known(slot);
         let mut hits = std::mem::take(&mut self.hits);
@@ -116,7 +125,7 @@ impl Scheduler {
             self.blocks_to_admit(index, want.target, &hits) + self.others_need(slot) + self.watermark_blocks
         };
         self.hits = hits;
-        (needed, start + num_new < want.target)
+        (needed, num_new, start + num_new < want.target)
     }
 
     /// Running sequences in the middle of a prefill.

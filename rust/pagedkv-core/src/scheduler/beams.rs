@@ -22,7 +22,7 @@ struct Mark {
     entries: usize,
     cells: usize,
     copies: usize,
-    claimed: u32,
+    claimed: (u32, u32),
     reserved: u32,
     num_partial_prefills: u32,
 }
@@ -238,7 +238,7 @@ impl Scheduler {
     pub(super) fn grow_gang(&mut self, pass: &mut Pass, slot: u32) {
         let request = self.request(slot);
         let is_ready = !self.waits_for_others(request);
-        if is_ready && request.num_live > pass.budget {
+        if is_ready && request.num_live > self.budget_for(pass, slot) {
             self.claim(pass, slot);
             return;
         }
@@ -246,7 +246,7 @@ impl Scheduler {
             entries: pass.record.entries.len(),
             cells: pass.record.cells.len(),
             copies: pass.copies.len(),
-            claimed: pass.claimed,
+            claimed: (pass.claimed, pass.claimed_behind),
             reserved: pass.reserved,
             num_partial_prefills: pass.num_partial_prefills,
         };
@@ -271,7 +271,7 @@ impl Scheduler {
             }
         }
         (pass.kept, pass.is_lagging) = (0, false);
-        pass.claimed = mark.claimed;
+        (pass.claimed, pass.claimed_behind) = mark.claimed;
         self.claim(pass, slot);
     }
 
@@ -279,7 +279,8 @@ impl Scheduler {
     fn claim(&self, pass: &mut Pass, slot: u32) {
         for sample in self.request(slot).samples.iter().filter(|sample| sample.finish.is_none()) {
             let index = sample.sequence as usize;
-            pass.claimed += self.blocks_to_come(index, self.manager.sequence(index).tokens.len());
+            let claimed = self.blocks_to_come(index, self.manager.sequence(index).tokens.len());
+            *self.claims(pass, slot) += claimed;
         }
     }
 

@@ -230,7 +230,7 @@ impl Scheduler {
 
     /// The plan whose end unfinished work waits for.
     fn blocking_plan(&self) -> Option<PlanId> {
-        if self.waiting.is_empty() && self.running.iter().all(|&slot| self.request(slot).is_held) {
+        if !self.has_work() {
             return None;
         }
         let oldest = self.plans.front().map(|record| record.id);

@@ -2,9 +2,10 @@
 
 use super::Scheduler;
 use super::explain::Reason;
-use super::policy::Order;
+use super::pass::{Head, Want};
 use super::request::Stage;
 use super::swap::Readmission;
+use crate::ids::BlockId;
 use crate::kv_cache_manager::ComputedBlocks;
 
 /// What is left for those that come later in the pass.
@@ -17,11 +18,14 @@ struct Forecast {
     num_partial_prefills: u32,
     num_free_seats: u32,
     /// The first waiting request where it comes before some that run, and the blocks that are kept for it.
-    head: Option<(Order, u32, u32)>,
+    head: Option<(Head, u32)>,
+    claimed_behind: u32,
     /// Whether a waiting request was let in.
     has_admitted: bool,
     /// A request that waits for room, or takes it from others: what comes behind it is not foreseen.
     in_the_way: Option<u32>,
+    /// Blocks that were copied, once for each copy.
+    copied: Vec<BlockId>,
     hits: ComputedBlocks,
 }
 
@@ -36,8 +40,10 @@ impl Scheduler {
             num_partial_prefills: 0,
             num_free_seats: self.seats.num_free(),
             head: None,
+            claimed_behind: 0,
             has_admitted: false,
             in_the_way: None,
+            copied: Vec::new(),
             hits: ComputedBlocks::default(),
         };
         if let Some(head) = self.forecast_head(&mut forecast) {
@@ -80,12 +86,15 @@ impl Scheduler {
         if self.gives_way(order).is_none() || self.is_under_way(slot) {
             return None;
         }
-        let (needed, is_partial) = self.admission_needs(slot, forecast.budget);
+        let (needed, num_tokens, is_partial) = self.admission_needs(slot, forecast.budget);
         let pool = self.manager.pool();
         let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
         let has_seats = self.request(slot).num_seats() <= self.seats.num_coming();
         let has_room = needed <= pool.num_available() + pool.num_fenced();
-        forecast.head = Some((order, needed, slot));
+        let starts =
+            may_start && self.request(slot).num_seats() <= forecast.num_free_seats && needed <= forecast.available;
+        let num_tokens = if starts { num_tokens } else { 0 };
+        forecast.head = Some((Head { order, num_blocks: needed, num_tokens }, slot));
         (!(may_start && has_seats && has_room)).then_some(slot)
     }
 
@@ -102,6 +111,8 @@ impl Scheduler {
         }
         let request = self.request(slot);
         if let Some(transfer) = request.transfer {
+            let claimed = self.num_columns_for_later(slot);
+            *self.forecast_claims(slot, forecast) += claimed;
             return Reason::Transfer { transfer };
         }
         if request.needs_commit && request.num_in_flight > 0 {
@@ -111,10 +122,15 @@ impl Scheduler {
             Stage::Prompt => vec![request.leader()],
             _ => (0..request.samples.len()).filter(|&sample| request.samples[sample].finish.is_none()).collect(),
         };
-        let together = request.is_gang() && !self.waits_for_others(request);
-        if together && request.num_live > forecast.budget {
-            return Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: forecast.budget };
+        let together = request.is_gang() && request.stage == Stage::Apart && !self.waits_for_others(request);
+        let for_head = forecast.head.filter(|(head, _)| request.order > head.order);
+        let left = forecast.budget.saturating_sub(for_head.map_or(0, |(head, _)| head.num_tokens));
+        if together && request.num_live > left {
+            self.forecast_claim(slot, forecast);
+            return Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left };
         }
+        let before = (forecast.budget, forecast.available);
+        let claimed = (forecast.claimed, forecast.claimed_behind);
         let (mut num_tokens, mut reason) = (0, None);
         for sample in samples {
             match self.forecast_growth(slot, sample, forecast) {
@@ -124,68 +140,115 @@ impl Scheduler {
             }
         }
         match reason {
-            Some(reason) if num_tokens == 0 || together => reason,
+            Some(reason) if num_tokens == 0 || together => {
+                (forecast.budget, forecast.available) = before;
+                if together {
+                    (forecast.claimed, forecast.claimed_behind) = claimed;
+                    self.forecast_claim(slot, forecast);
+                }
+                reason
+            }
             _ => Reason::Ready { num_tokens },
         }
     }
 
+    /// Counts the blocks that a gang which does not run needs for what it knows.
+    fn forecast_claim(&self, slot: u32, forecast: &mut Forecast) {
+        let request = self.request(slot);
+        let live = request.samples.iter().filter(|sample| sample.finish.is_none());
+        let to_come = live.map(|sample| {
+            let index = sample.sequence as usize;
+            self.blocks_to_come(index, self.manager.sequence(index).tokens.len())
+        });
+        *self.forecast_claims(slot, forecast) += to_come.sum::<u32>();
+    }
+
+    /// Where to count what a running request still needs.
+    fn forecast_claims<'a>(&self, slot: u32, forecast: &'a mut Forecast) -> &'a mut u32 {
+        let is_behind = forecast.head.is_some_and(|(head, _)| self.request(slot).order > head.order);
+        if is_behind { &mut forecast.claimed_behind } else { &mut forecast.claimed }
+    }
+
     fn forecast_growth(&self, slot: u32, sample: usize, forecast: &mut Forecast) -> Result<u32, Reason> {
         let request = self.request(slot);
-        let in_flight = Reason::InFlight { plan: request.last_plan };
-        let is_lagging = self.waits_for_others(self.request(slot));
+        let index = request.samples[sample].sequence as usize;
+        let sequence = self.manager.sequence(index);
+        let len = sequence.tokens.len();
+        let is_apart = request.is_gang() && request.stage == Stage::Apart;
         let previous = self.plans.back().map(|record| record.id);
-        let want = self.want(slot, sample, previous, is_lagging).ok_or(in_flight)?;
-        let no_tokens = Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: forecast.budget };
-        if forecast.budget == 0 {
-            return Err(no_tokens);
-        }
+        let Some(want) = self.want(slot, sample, previous, is_apart && self.waits_for_others(request)) else {
+            // A gang counts what all its samples know.
+            let claimed = if is_apart { self.blocks_to_come(index, len) } else { 0 };
+            *self.forecast_claims(slot, forecast) += claimed;
+            return Err(Reason::InFlight { plan: request.last_plan });
+        };
+        let known =
+            if request.stage == Stage::Prompt { request.prompt_len() } else { request.prompt_len().max(len - 1) };
+        let target = if is_apart { len } else { want.target };
+        let grown = self.forecast_room(slot, sample, want, forecast);
+        let (end, claimed) = match grown {
+            Ok((end, _)) => (end, self.blocks_behind(index, &forecast.hits, end, target)),
+            Err(_) => (sequence.num_scheduled, self.blocks_to_come(index, target)),
+        };
+        forecast.num_partial_prefills += u32::from(end < known);
+        *self.forecast_claims(slot, forecast) += claimed;
+        grown.map(|(_, num_new)| num_new)
+    }
+
+    /// Where a sequence stands after the pass, and the tokens that it computes.
+    fn forecast_room(
+        &self,
+        slot: u32,
+        sample: usize,
+        want: Want,
+        forecast: &mut Forecast,
+    ) -> Result<(u32, u32), Reason> {
+        let request = self.request(slot);
+        let head = forecast.head.filter(|(head, _)| request.order > head.order);
+        let (num_blocks, for_head) = head.map_or((0, 0), |(head, _)| (head.num_blocks, head.num_tokens));
+        let budget = forecast.budget.saturating_sub(for_head);
         let index = request.samples[sample].sequence as usize;
         self.find_hits(index, want, &mut forecast.hits);
         let mut start = self.manager.sequence(index).num_scheduled + forecast.hits.num_tokens();
-        let mut num_new = self.chunk(start, want.target, forecast.budget);
+        let mut num_new = self.chunk(start, want.target, budget);
         if num_new == 0 {
-            return Err(no_tokens);
+            return Err(Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: budget });
         }
-        let head = forecast.head.filter(|&(order, ..)| request.order > order);
-        let for_head = head.map_or(0, |(_, num_blocks, _)| num_blocks);
-        let room = forecast.available.saturating_sub(forecast.reserved + for_head);
+        let free = forecast.available.saturating_sub(forecast.reserved);
+        let room = free.saturating_sub(num_blocks);
         let with_hits = self.manager.blocks_needed(index, num_new, &forecast.hits);
-        if with_hits > room && self.needs_less_anew(index, want, forecast.budget, with_hits, &forecast.hits) {
+        if with_hits > room && self.needs_less_anew(index, want, budget, with_hits, &forecast.hits) {
             forecast.hits.clear();
             start = self.manager.sequence(index).num_scheduled;
-            num_new = self.chunk(start, want.target, forecast.budget);
+            num_new = self.chunk(start, want.target, budget);
         }
-        let needs = |num_tokens| self.manager.blocks_needed(index, num_tokens, &forecast.hits);
+        let (copies, spared) = self.copies_of_tails(index, forecast);
+        let needs = |num_tokens| self.manager.blocks_needed(index, num_tokens, &forecast.hits) - spared;
         let needed = needs(num_new);
         if needed > room && needed > 0 {
-            if let Some((_, num_blocks, first)) =
-                head.filter(|_| needed <= forecast.available.saturating_sub(forecast.reserved))
-            {
-                forecast.claimed += self.blocks_behind(index, &forecast.hits, start, want.target);
+            if let Some((_, first)) = head.filter(|_| needed <= free) {
                 return Err(Reason::Reserved { request: self.request(first).handle, num_blocks });
             }
             let fenced = self.manager.pool().num_fenced();
-            if forecast.reserved == 0 && needed + for_head > forecast.available + fenced && self.can_take(slot) {
+            let finds_none = forecast.reserved == 0 && needed + num_blocks > forecast.available + fenced;
+            if finds_none && self.last_behind(request.order).or_else(|| self.last_held(slot)).is_some() {
                 forecast.in_the_way = Some(slot);
-                return Ok(num_new);
+                return Ok((start + num_new, num_new));
             }
-            if forecast.reserved == 0 && for_head == 0 {
+            if forecast.reserved == 0 && num_blocks == 0 {
                 forecast.reserved = needed;
                 forecast.in_the_way.get_or_insert(slot);
             }
             return Err(self.no_blocks(needed, room));
         }
-        let num_drafts = want.num_drafts.min(forecast.budget - num_new);
+        let num_drafts = want.num_drafts.min(budget - num_new);
         let with_drafts = needs(num_new + num_drafts);
         let (num_drafts, needed) =
             if num_drafts > 0 && with_drafts <= room { (num_drafts, with_drafts) } else { (0, needed) };
         forecast.budget -= num_new + num_drafts;
         forecast.available -= needed;
-        let reached = start + num_new + num_drafts;
-        forecast.claimed += self.blocks_behind(index, &forecast.hits, reached, want.target);
-        let known = if request.stage == Stage::Prompt { request.prompt_len() } else { want.known };
-        forecast.num_partial_prefills += u32::from(start + num_new < known);
-        Ok(num_new + num_drafts)
+        forecast.copied.extend(copies);
+        Ok((start + num_new + num_drafts, num_new + num_drafts))
     }
 
     fn forecast_waiting(&mut self, slot: u32, forecast: &mut Forecast) -> Reason {
@@ -216,21 +279,23 @@ impl Scheduler {
             return Reason::PartialPrefills { limit: self.limits.max_num_partial_prefills };
         }
         let others = self.others_need(slot);
-        let takes = self.manager.blocks_needed(index, num_new, &forecast.hits);
+        let (copies, spared) = self.copies_of_tails(index, forecast);
+        let takes = self.manager.blocks_needed(index, num_new, &forecast.hits) - spared;
         let needed = if self.is_first(slot) && !forecast.has_admitted {
             takes
         } else {
-            let all = self.blocks_to_admit(index, want.target, &forecast.hits);
-            all + others + forecast.claimed + self.watermark_blocks
+            let all = self.blocks_to_admit(index, want.target, &forecast.hits) - spared;
+            all + others + self.forecast_claimed(slot, forecast) + self.watermark_blocks
         };
         if needed > forecast.available {
-            if self.last_keeper_behind(self.request(slot).order).is_some() {
+            if self.forecast_giver(slot, forecast).is_some() {
                 forecast.in_the_way = Some(slot);
                 return Reason::Ready { num_tokens: num_new };
             }
             return self.no_blocks(needed, forecast.available);
         }
         forecast.has_admitted = true;
+        forecast.copied.extend(copies);
         forecast.budget -= num_new;
         forecast.available -= takes;
         forecast.num_free_seats -= num_seats;
@@ -251,10 +316,10 @@ impl Scheduler {
         let needed = if self.is_first(slot) && !forecast.has_admitted {
             back.num_needed
         } else {
-            back.num_needed_for_all + forecast.claimed + self.watermark_blocks
+            back.num_needed_for_all + self.forecast_claimed(slot, forecast) + self.watermark_blocks
         };
         if needed > forecast.available {
-            if self.last_keeper_behind(self.request(slot).order).is_some() {
+            if self.forecast_giver(slot, forecast).is_some() {
                 forecast.in_the_way = Some(slot);
                 return Reason::Ready { num_tokens: 0 };
             }
@@ -270,9 +335,28 @@ impl Scheduler {
         Reason::Ready { num_tokens }
     }
 
-    /// Whether somebody has blocks that a running request may take.
-    fn can_take(&self, slot: u32) -> bool {
-        self.last_behind(self.request(slot).order).or_else(|| self.last_held(slot)).is_some()
+    /// Blocks that running prefills which come before a waiting request still need.
+    fn forecast_claimed(&self, slot: u32, forecast: &Forecast) -> u32 {
+        let is_head = forecast.head.is_some_and(|(_, head)| head == slot);
+        forecast.claimed + if is_head { 0 } else { forecast.claimed_behind }
+    }
+
+    /// Whoever gives blocks to a waiting request.
+    fn forecast_giver(&self, slot: u32, forecast: &Forecast) -> Option<u32> {
+        let keeper = self.last_keeper_behind(self.request(slot).order);
+        keeper.or_else(|| self.gives_blocks(slot).filter(|_| !forecast.has_admitted))
+    }
+
+    /// The blocks that a sequence must copy before it writes, and how many copies it is spared because others copied first.
+    fn copies_of_tails(&self, index: usize, forecast: &Forecast) -> (Vec<BlockId>, u32) {
+        let released = |block| forecast.copied.iter().filter(|&&copied| copied == block).count() as u32;
+        let (mut copies, mut spared) = (Vec::new(), 0);
+        for group in 0..self.manager.groups.len() {
+            let copy = self.manager.tail_to_copy_after(index, group, released);
+            spared += u32::from(copy.is_none() && self.manager.tail_to_copy(index, group).is_some());
+            copies.extend(copy);
+        }
+        (copies, spared)
     }
 
     fn no_blocks(&self, needed: u32, available: u32) -> Reason {

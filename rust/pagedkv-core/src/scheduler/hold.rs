@@ -36,6 +36,11 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Whether a request that is not held runs or waits.
+    pub(super) fn has_work(&self) -> bool {
+        !self.waiting.is_empty() || self.running.iter().any(|&slot| !self.request(slot).is_held)
+    }
+
     /// Puts a request among those that wait, or among those that would.
     pub(super) fn queue(&mut self, slot: u32) {
         let request = self.request(slot);

@@ -59,11 +59,22 @@ pub(super) struct Pass {
     /// The plan before this one, if it is in flight.
     pub(super) previous: Option<PlanId>,
     /// A waiting request that comes before some running ones, and the blocks that it needs.
-    pub(super) head: Option<(Order, u32)>,
+    pub(super) head: Option<Head>,
+    /// Blocks that running prefills behind that request still need.
+    pub(super) claimed_behind: u32,
     /// Requests in the middle of their prompt when the pass is over.
     pub(super) num_partial_prefills: u32,
     /// A request that was just admitted grows: nobody gives way to it now.
     pub(super) is_admitting: bool,
+}
+
+/// The first waiting request, where it comes before some that run: what those must leave to it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Head {
+    pub(super) order: Order,
+    pub(super) num_blocks: u32,
+    /// Tokens that it starts with; 0 while something else keeps it from starting.
+    pub(super) num_tokens: u32,
 }
 
 /// How a sequence may grow now.
@@ -101,6 +112,7 @@ impl Scheduler {
             claimed: 0,
             previous,
             head: None,
+            claimed_behind: 0,
             num_partial_prefills: 0,
             is_admitting: false,
         };
@@ -211,13 +223,14 @@ impl Scheduler {
                 hits.clear();
             }
             let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
-            let num_new = self.chunk(start, want.target, pass.budget);
+            let budget = self.budget_for(pass, slot);
+            let num_new = self.chunk(start, want.target, budget);
             if num_new == 0 {
                 break None;
             }
             let reserved = pass.reserved + self.reserved_for_head(pass, slot);
             let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
-            let num_drafts = want.num_drafts.min((pass.budget - num_new).saturating_sub(pass.kept));
+            let num_drafts = want.num_drafts.min((budget - num_new).saturating_sub(pass.kept));
             if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, &hits)) {
                 break Some((num_new, num_drafts));
             }
@@ -225,7 +238,7 @@ impl Scheduler {
             if has_room(needed) {
                 break Some((num_new, 0));
             }
-            if self.needs_less_anew(index, want, pass.budget, needed, &hits) {
+            if self.needs_less_anew(index, want, budget, needed, &hits) {
                 may_hit = false;
                 continue;
             }
@@ -238,7 +251,8 @@ impl Scheduler {
         }
         self.hits = hits;
         pass.num_partial_prefills += u32::from(self.is_partial(index, slot));
-        pass.claimed += self.blocks_to_come(index, want.target);
+        let claimed = self.blocks_to_come(index, want.target);
+        *self.claims(pass, slot) += claimed;
         grown.is_some()
     }
 

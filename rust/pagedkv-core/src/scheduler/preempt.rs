@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::pass::Pass;
+use super::pass::{Head, Pass};
 use super::policy::Order;
 use super::request::{FinishReason, NONE, Sample, Stage};
 use super::{Departure, Scheduler};
@@ -17,10 +17,11 @@ impl Scheduler {
         if pass.reserved > 0 || pass.is_admitting {
             return false;
         }
-        let for_head = self.reserved_for_head(pass, slot);
-        let needed = needed + for_head;
+        let own = needed;
         let order = self.request(slot).order;
         loop {
+            let for_head = self.reserved_for_head(pass, slot);
+            let needed = own + for_head;
             let pool = self.manager.pool();
             if needed <= pool.num_available() {
                 return true;
@@ -37,6 +38,20 @@ impl Scheduler {
                 return false;
             };
             self.preempt(victim);
+            self.renew_head(pass);
+            // What the two shared is its own now, and need not be copied.
+            return true;
+        }
+    }
+
+    /// Blocks that a preemption takes may be such as the first waiting request would have shared with others.
+    fn renew_head(&mut self, pass: &mut Pass) {
+        let first = self.waiting.first_key_value().map(|(&order, &slot)| (order, slot));
+        if let (Some(head), Some((order, slot))) = (pass.head, first)
+            && head.order == order
+        {
+            let (num_blocks, ..) = self.admission_needs(slot, self.limits.max_num_batched_tokens);
+            pass.head = Some(Head { num_blocks, ..head });
         }
     }
 
@@ -50,18 +65,23 @@ impl Scheduler {
         }
         let num_seats = self.request(slot).num_seats();
         loop {
-            let (needed, is_partial) = self.admission_needs(slot, pass.budget);
+            let (needed, num_tokens, is_partial) = self.admission_needs(slot, pass.budget);
             let pool = self.manager.pool();
             let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
             let will_have_seats = num_seats <= self.seats.num_coming();
             let will_have_room = needed <= pool.num_available() + pool.num_fenced();
             let victim = match (may_start && will_have_seats, will_have_room) {
                 (true, true) => None,
-                (true, false) => self.last_keeper_behind(order).or_else(|| self.gives_way(order)),
+                (true, false) => {
+                    self.last_keeper_behind(order).or_else(|| self.gives_way(order)).or_else(|| self.gives_blocks(slot))
+                }
                 (false, _) => self.gives_way(order),
             };
             let Some(victim) = victim else {
-                pass.head = Some((order, needed));
+                let may_start =
+                    may_start && num_seats <= self.seats.num_free() && needed <= self.manager.pool().num_available();
+                pass.head =
+                    Some(Head { order, num_blocks: needed, num_tokens: if may_start { num_tokens } else { 0 } });
                 return;
             };
             self.preempt(victim);
@@ -84,9 +104,19 @@ impl Scheduler {
         [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
     }
 
-    /// The last held request that runs, another one than `slot`.
+    /// The last held request that has blocks, another one than `slot`.
     pub(super) fn last_held(&self, slot: u32) -> Option<u32> {
-        self.running.iter().rev().copied().find(|&other| other != slot && self.request(other).is_held)
+        let running = self.running.iter().rev().copied().find(|&other| other != slot && self.request(other).is_held);
+        let keeper = self.held.values().rev().copied().find(|&other| self.request(other).is_keeper);
+        [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
+    }
+
+    /// Whoever gives blocks to the first waiting request: those behind it that wait with some, and held ones where nobody
+    /// else runs.
+    pub(super) fn gives_blocks(&self, slot: u32) -> Option<u32> {
+        let runs = || self.running.iter().any(|&other| !self.request(other).is_held);
+        let keeper = self.last_keeper_behind(self.request(slot).order);
+        keeper.or_else(|| if runs() { None } else { self.last_held(slot) })
     }
 
     /// The last of the waiting requests behind `order` that have blocks from before.
@@ -104,8 +134,22 @@ impl Scheduler {
 
     /// Blocks that a running request must leave to a waiting one that comes before it.
     pub(super) fn reserved_for_head(&self, pass: &Pass, slot: u32) -> u32 {
-        let is_behind = |&(order, _): &(Order, u32)| self.request(slot).order > order;
-        pass.head.filter(is_behind).map_or(0, |(_, needed)| needed)
+        self.head_before(pass, slot).map_or(0, |head| head.num_blocks)
+    }
+
+    /// Tokens that a running request may take.
+    pub(super) fn budget_for(&self, pass: &Pass, slot: u32) -> u32 {
+        let for_head = self.head_before(pass, slot).map_or(0, |head| head.num_tokens);
+        pass.budget.saturating_sub(for_head)
+    }
+
+    /// Where to count what a running request still needs.
+    pub(super) fn claims<'a>(&self, pass: &'a mut Pass, slot: u32) -> &'a mut u32 {
+        if self.head_before(pass, slot).is_some() { &mut pass.claimed_behind } else { &mut pass.claimed }
+    }
+
+    fn head_before(&self, pass: &Pass, slot: u32) -> Option<Head> {
+        pass.head.filter(|head| self.request(slot).order > head.order)
     }
 
     /// Takes every block and seat from a running request and puts it back into the queue, or the blocks from a waiting

@@ -41,6 +41,10 @@ impl Scheduler {
                 sample.is_drafting = false;
                 sample.drawn = entry.drawn_before;
             }
+            if request.stage == Stage::Resting {
+                // The turn is over, and was reported.
+                continue;
+            }
             if request.num_preemptions == 0 {
                 request.num_cached_tokens -= entry.num_hit_tokens;
             }

@@ -132,6 +132,8 @@ pub(super) struct RequestRecord {
     waiting_since: f64,
     requeue_time: f64,
     num_generation_tokens: u64,
+    /// Admissions that were not undone.
+    num_admissions: u32,
 }
 
 /// What is kept of all requests.
@@ -214,6 +216,7 @@ impl Recorder {
     /// `num_queried` tokens were looked for at the admission of a request, 0 if it does not use the cache.
     pub(super) fn admitted(&mut self, request: &mut Request, num_queried: u32) {
         request.record.admitted_at = self.now;
+        request.record.num_admissions += 1;
         if request.record.scheduled_at.is_none() {
             request.record.scheduled_at = Some(self.now);
             request.record.waiting_since = request.arrival;
@@ -227,7 +230,8 @@ impl Recorder {
             return;
         }
         self.count_admission(request, entry.num_queried, -1.0);
-        if request.num_preemptions == 0 {
+        request.record.num_admissions -= 1;
+        if request.record.num_admissions == 0 {
             request.record.scheduled_at = None;
         }
     }
@@ -235,7 +239,8 @@ impl Recorder {
     fn count_admission(&mut self, request: &mut Request, num_queried: u32, sign: f64) {
         let is_first = request.num_preemptions == 0;
         let waited = sign * (request.record.admitted_at - request.record.waiting_since).max(0.0);
-        request.record.requeue_time += if is_first { 0.0 } else { waited };
+        // A request may lose blocks before its first admission: a fork, or a session's next turn.
+        request.record.requeue_time += if request.record.num_admissions == 1 { 0.0 } else { waited };
         let (lookups, queries) = (u64::from(num_queried > 0), u64::from(num_queried));
         self.count(request.record.tenant, |totals| {
             totals.queue_time_seconds += waited;

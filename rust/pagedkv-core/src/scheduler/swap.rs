@@ -174,12 +174,11 @@ impl Scheduler {
         let needed = if self.is_first(slot) {
             back.num_needed
         } else {
-            back.num_needed_for_all + pass.claimed + self.watermark_blocks
+            back.num_needed_for_all + self.claimed_before(pass, slot) + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
-            let order = self.request(slot).order;
-            let Some(keeper) = self.last_keeper_behind(order) else { return false };
-            self.preempt(keeper);
+            let Some(giver) = self.gives_blocks(slot) else { return false };
+            self.preempt(giver);
             return self.find_way_back(slot).is_none_or(|back| self.readmit(pass, slot, &back));
         }
         self.enter(slot, back.known, back.len);
@@ -221,13 +220,19 @@ impl Scheduler {
 
     /// Counts the blocks that a request whose blocks are on their way still needs for the tokens that are known of it.
     pub(super) fn claim_for_later(&self, pass: &mut Pass, slot: u32) {
-        let request = self.request(slot);
-        for sample in request.samples.iter().filter(|sample| sample.finish.is_none() && sample.sequence != NONE) {
+        *self.claims(pass, slot) += self.num_columns_for_later(slot);
+    }
+
+    /// Blocks that a request whose blocks are on their way still needs.
+    pub(super) fn num_columns_for_later(&self, slot: u32) -> u32 {
+        let samples = self.request(slot).samples.iter();
+        let live = samples.filter(|sample| sample.finish.is_none() && sample.sequence != NONE);
+        let columns = live.flat_map(|sample| {
             let sequence = self.manager.sequence(sample.sequence as usize);
-            for (table, spec) in sequence.tables.iter().zip(&self.manager.groups).filter(|(table, _)| table.len() > 0) {
-                pass.claimed += sequence.tokens.len().div_ceil(spec.block_size).saturating_sub(table.len());
-            }
-        }
+            let tables = sequence.tables.iter().zip(&self.manager.groups).filter(|(table, _)| table.len() > 0);
+            tables.map(|(table, spec)| sequence.tokens.len().div_ceil(spec.block_size).saturating_sub(table.len()))
+        });
+        columns.sum()
     }
 
     /// The samples of a running request lost what they had. They keep their rows while one computes the prompt for all.

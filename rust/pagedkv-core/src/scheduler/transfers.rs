@@ -159,7 +159,7 @@ impl Scheduler {
 
     /// Whether there is work, and transfers are outstanding.
     pub(super) fn waits_for_transfers(&self) -> bool {
-        !self.transfers.is_empty() && (!self.waiting.is_empty() || !self.running.is_empty())
+        !self.transfers.is_empty() && self.has_work()
     }
 
     fn end_transfer(&mut self, transfer: Transfer, ok: bool) {

@@ -32,7 +32,7 @@ fn run_worlds(seed: u64, num_worlds: usize, make: fn(u64) -> World) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 22] = [
+const WORTH_MEETING: [&str; 30] = [
     "null entries told",
     "hit tokens before a window",
     "tokens",
@@ -55,6 +55,14 @@ const WORTH_MEETING: [&str; 22] = [
     "moves",
     "branches",
     "dropped beams",
+    "sessions at rest",
+    "turns",
+    "holds",
+    "releases",
+    "forks of requests",
+    "preemptions of waiting requests",
+    "plans that wait for sessions",
+    "reasons",
 ];
 
 const WORTH_MEETING_WITH_A_HOST_TIER: [&str; 6] = [

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pagedkv_core::{
     CacheConfig, Error, EventConfig, FinishReason, Handle, Identity, ImageSpan, NewRequest, PlanId, Policy,
-    PreemptionMode, RootKey, Scheduler, SchedulerConfig, StepResult,
+    PreemptionMode, Reason, RootKey, Scheduler, SchedulerConfig, StepResult,
 };
 
 use crate::model::memory::{Group, Groups, cache_config};
@@ -13,6 +13,7 @@ use crate::model::random::{Random, two_tokens};
 use crate::model::scheduler::{Limits, Outcome, Request, SchedulerModel};
 
 const MOST_REQUESTS: usize = 6;
+const MOST_RESTING: usize = 2;
 const MAX_MODEL_LEN: usize = 14;
 
 #[derive(Clone, Copy, Debug)]
@@ -50,6 +51,26 @@ pub(crate) enum Command {
         sample: u8,
     },
     ResetPrefixCache,
+    Append {
+        request: u8,
+        sample: u8,
+        tokens: u8,
+    },
+    Free {
+        request: u8,
+        sample: u8,
+    },
+    Hold {
+        request: u8,
+    },
+    Release {
+        request: u8,
+    },
+    Fork {
+        request: u8,
+        sample: u8,
+        kind: u8,
+    },
     /// A call that must be refused.
     Mistake {
         which: u8,
@@ -59,7 +80,7 @@ pub(crate) enum Command {
 
 impl Command {
     pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
-        match kind % 100 {
+        match kind % 120 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
             16..47 => Self::Schedule { tokens: a },
             47..52 => Self::RunPlan,
@@ -70,6 +91,11 @@ impl Command {
             92..94 => Self::Abort { request: a, sample: b },
             94 => Self::Finish { request: a, sample: b },
             95 if a < 128 => Self::ResetPrefixCache,
+            100..107 => Self::Append { request: a, sample: b, tokens: c },
+            107 => Self::Free { request: a, sample: b },
+            108..111 => Self::Hold { request: a },
+            111..116 => Self::Release { request: a },
+            116..120 => Self::Fork { request: a, sample: b, kind: c },
             _ => Self::Mistake { which: a, target: b },
         }
     }
@@ -203,6 +229,11 @@ impl World {
             Command::Abort { request, sample } => self.abort(request, sample),
             Command::Finish { request, sample } => self.finish(request, sample),
             Command::ResetPrefixCache => self.scheduler.reset_prefix_cache(),
+            Command::Append { request, sample, tokens } => self.append(request, sample, tokens),
+            Command::Free { request, sample } => self.free(request, sample),
+            Command::Hold { request } => self.set_held(request, true),
+            Command::Release { request } => self.set_held(request, false),
+            Command::Fork { request, sample, kind } => self.fork(request, sample, kind),
             Command::Mistake { which, target } => self.mistake(which, target),
         }
         self.model.check(&self.scheduler);
@@ -231,14 +262,17 @@ impl World {
             _ => (None, vec![]),
         };
         let policy = self.model.limits.policy;
+        let n = [1, 1, 1, 1, 2, 2, 2, 3][usize::from(kind % 8)];
+        let needs_commit = (output / 9).is_multiple_of(4);
         NewRequest {
+            session: prompt.is_multiple_of(3) && !(needs_commit && n > 1),
             priority: if policy == Policy::Priority { i32::from(output % 3) } else { 0 },
             tenant: (policy == Policy::FairShare).then(|| ["a", "b"][usize::from(output % 2)].into()),
-            n: [1, 1, 1, 1, 2, 2, 2, 3][usize::from(kind % 8)],
+            n,
             stop_token_ids: if output.is_multiple_of(3) { vec![2] } else { vec![] },
             min_tokens: u32::from(output / 3 % 3),
             arrival: self.model.now,
-            needs_commit: (output / 9).is_multiple_of(4),
+            needs_commit,
             use_prefix_cache: kind < 224,
             identity: Identity { root: RootKey { lora_id, cache_salt: None }, images },
             ..NewRequest::new(format!("r{}", self.num_added), tokens, 1 + u32::from(output / 36 % 6))
@@ -246,31 +280,41 @@ impl World {
     }
 
     fn add(&mut self, prompt: u8, output: u8, kind: u8) {
-        if self.model.requests.len() == MOST_REQUESTS {
+        if self.model.requests.len() >= MOST_REQUESTS {
             return self.commit(prompt);
+        }
+        if self.model.resting.len() >= MOST_RESTING {
+            return self.free(1, 0);
         }
         let request = self.request(prompt, output, kind);
         self.submit(request);
     }
 
     fn submit(&mut self, request: NewRequest) {
-        let needed = self.model.num_blocks_needed(&request);
-        let limits = self.model.limits;
-        let invalid = |argument: &'static str| move |error: &Error| matches!(error, Error::InvalidArgument { argument: found, .. } if *found == argument);
-        let together = if request.needs_commit { limits.max_num_batched_tokens } else { usize::MAX };
-        if request.n as usize > limits.max_num_seqs.min(together) {
-            return self.refused(|scheduler| scheduler.add_request(request), invalid("n"));
-        }
-        if request.prompt_token_ids.len() + request.max_tokens as usize > limits.max_model_len {
-            return self.refused(|scheduler| scheduler.add_request(request), invalid("max_tokens"));
-        }
-        if needed > limits.usable_blocks {
-            let error = Error::NeverFits { needed: needed as u64, usable: limits.usable_blocks as u64 };
-            return self.refused(|scheduler| scheduler.add_request(request), |refused| *refused == error);
+        if let Some(refusal) = self.refuses(&request) {
+            self.call(Some(refusal), |scheduler| scheduler.add_request(request));
+            return;
         }
         let handle = self.scheduler.add_request(request.clone()).expect("a request that fits");
         self.model.add_request(handle, &Arc::new(request));
         self.num_added += 1;
+    }
+
+    /// Why a request is refused, if it is.
+    fn refuses(&self, request: &NewRequest) -> Option<Error> {
+        let needed = self.model.num_blocks_needed(request);
+        let limits = self.model.limits;
+        let invalid =
+            |argument| Some(Error::InvalidArgument { argument, expected: String::new(), found: String::new() });
+        let together = if request.needs_commit { limits.max_num_batched_tokens } else { usize::MAX };
+        if request.n as usize > limits.max_num_seqs.min(together) {
+            return invalid("n");
+        }
+        if request.prompt_token_ids.len() + request.max_tokens as usize > limits.max_model_len {
+            return invalid("max_tokens");
+        }
+        let usable = limits.usable_blocks;
+        (needed > usable).then_some(Error::NeverFits { needed: needed as u64, usable: usable as u64 })
     }
 
     fn schedule(&mut self, tokens: u8) {
@@ -287,11 +331,26 @@ impl World {
                 self.draft_for(handle, sample, tokens.wrapping_add(at));
             }
         }
+        let reasons = self.explain();
         self.model.before_schedule(&self.scheduler);
+        let before = (self.scheduler.num_preemptions(), self.scheduler.manager().pool().num_evictions());
         let plan = self.scheduler.schedule().expect("fewer plans in flight than allowed");
+        let after = (self.scheduler.num_preemptions(), self.scheduler.manager().pool().num_evictions());
+        if before == after {
+            self.model.check_reasons(&plan, &reasons);
+        }
+        let counts = self.scheduler.snapshot().requests;
+        let counts: Vec<_> = counts.iter().map(|request| (request.handle, request.num_preemptions)).collect();
         let mut random = Random::new(u64::from(tokens));
         // Mostly zeros, so that outputs are shared as well, and now and then a stop token.
-        self.model.schedule(&self.scheduler, plan, || [0, 0, 0, 1, 0, 0, 0, 2][random.below(8)]);
+        self.model.schedule(&self.scheduler, plan, &counts, || [0, 0, 0, 1, 0, 0, 0, 2][random.below(8)]);
+    }
+
+    /// What is said of each request before a plan is made.
+    fn explain(&mut self) -> Vec<(Handle, Reason)> {
+        let handles: Vec<_> = self.model.requests.iter().map(|request| request.handle).collect();
+        let reason = |handle| (handle, self.scheduler.explain(handle).expect("a live request").reason);
+        handles.into_iter().map(reason).collect()
     }
 
     fn draft(&mut self, number: u8, sample: u8, tokens: u8) {
@@ -352,6 +411,7 @@ impl World {
         let expected = self.model.commit(&outcome);
         let result = Self::end(&mut self.scheduler, plan, &outcome).expect("the oldest plan");
         assert_eq!(result, expected);
+        self.follow_kept();
         self.ended_plans.push(plan);
     }
 
@@ -384,6 +444,7 @@ impl World {
         let first = usize::from(number) % plans.len();
         self.model.rollback(plans[first]);
         self.scheduler.rollback(plans[first]).expect("a plan in flight");
+        self.follow_kept();
         self.ended_plans.extend(&plans[first..]);
     }
 
@@ -419,6 +480,7 @@ impl World {
         let sample = usize::from(sample) % n;
         assert_eq!(self.scheduler.finish(handle, sample as u32), Ok(()));
         self.model.end_for(handle, sample, FinishReason::Stop);
+        self.follow_kept();
     }
 
     fn refused<T: std::fmt::Debug>(
@@ -431,6 +493,147 @@ impl World {
         assert!(is_expected(&error), "{error:?}");
         assert_eq!(format!("{:?}", self.scheduler), before, "a refused call changed something");
         self.model.events.note("refused calls", 1);
+    }
+
+    /// A request that runs, waits or rests; more often one that rests.
+    fn any_handle(&self, number: u8) -> Option<Handle> {
+        let resting: Vec<_> = self.model.resting.iter().map(|request| request.handle).collect();
+        let handles = if resting.is_empty() || number.is_multiple_of(4) {
+            self.model.all().map(|request| request.handle).collect()
+        } else {
+            resting
+        };
+        (!handles.is_empty()).then(|| handles[usize::from(number / 4) % handles.len()])
+    }
+
+    /// A call with the outcome that the model expects; errors are compared by what they are about.
+    fn call<T: std::fmt::Debug>(
+        &mut self,
+        refusal: Option<Error>,
+        call: impl FnOnce(&mut Scheduler) -> pagedkv_core::Result<T>,
+    ) -> Option<T> {
+        let Some(refusal) = refusal else {
+            return Some(call(&mut self.scheduler).expect("a call that the model allows"));
+        };
+        let is_expected = |error: &Error| match (&refusal, error) {
+            (Error::InvalidArgument { argument, .. }, Error::InvalidArgument { argument: found, .. }) => {
+                argument == found
+            }
+            _ => refusal == *error,
+        };
+        self.refused(call, is_expected);
+        None
+    }
+
+    fn follow_kept(&mut self) {
+        let sequences = self.scheduler.snapshot().sequences;
+        self.model.follow_kept(&sequences);
+    }
+
+    /// The model and the scheduler take up what was left in the inbox.
+    fn take_up(&mut self) {
+        self.model.drain_aborts();
+        self.scheduler.for_each_waiting(|_| ());
+    }
+
+    fn append(&mut self, number: u8, sample: u8, tokens: u8) {
+        self.take_up();
+        let Some(handle) = self.any_handle(number).filter(|_| self.model.requests.len() < MOST_REQUESTS) else {
+            return self.schedule(tokens);
+        };
+        let request = self.model.all().find(|request| request.handle == handle).expect("it has a handle");
+        let sample = usize::from(sample) % request.num_samples();
+        let ids = two_tokens(usize::from(tokens % 4), tokens);
+        let max_tokens = 1 + usize::from(tokens / 4 % 4);
+        let refusal = self.model.refuses_turn(&self.scheduler, handle, sample, ids.len(), max_tokens);
+        let appended = self
+            .call(refusal, |scheduler| scheduler.append_tokens(handle, sample as u32, &ids, Some(max_tokens as u32)));
+        if appended.is_some() {
+            self.model.begin_turn(handle, sample, &ids, max_tokens);
+        }
+    }
+
+    fn free(&mut self, number: u8, sample: u8) {
+        self.take_up();
+        let Some(handle) = self.any_handle(number) else {
+            return self.schedule(sample);
+        };
+        let request = self.model.all().find(|request| request.handle == handle).expect("it has a handle");
+        let n = request.num_samples();
+        let samples =
+            if sample.is_multiple_of(2) { 0..n } else { usize::from(sample) % n..usize::from(sample) % n + 1 };
+        let live = samples.clone().find(|&sample| !request.has_ended(sample));
+        let refusal = if request.is_session() {
+            live.map(|sample| Error::NotFinished { handle, sample: sample as u32 })
+        } else {
+            Some(Error::InvalidArgument { argument: "handle", expected: String::new(), found: String::new() })
+        };
+        let only = (!sample.is_multiple_of(2)).then_some(samples.start as u32);
+        if self.call(refusal, |scheduler| scheduler.free(handle, only)).is_some() {
+            samples.for_each(|sample| self.model.give_up(handle, sample));
+        }
+    }
+
+    fn set_held(&mut self, number: u8, is_held: bool) {
+        self.take_up();
+        let Some(handle) = self.any_handle(number) else {
+            return self.schedule(number);
+        };
+        let call = if is_held { Scheduler::hold } else { Scheduler::release };
+        call(&mut self.scheduler, handle).expect("a handle that lives");
+        self.model.set_held(handle, is_held);
+    }
+
+    fn fork(&mut self, number: u8, sample: u8, kind: u8) {
+        self.take_up();
+        let handle = self.any_handle(number).filter(|_| self.model.requests.len() < MOST_REQUESTS);
+        let Some(handle) = handle else {
+            return self.commit(kind);
+        };
+        let parent = self.model.all().find(|request| request.handle == handle).expect("it has a handle");
+        let sample = usize::from(sample) % parent.num_samples();
+        let asked = NewRequest {
+            n: [1, 1, 2, 3][usize::from(kind % 4)],
+            session: kind.is_multiple_of(5),
+            arrival: self.model.now,
+            ..NewRequest::new(
+                format!("r{}", self.num_added),
+                two_tokens(usize::from(kind / 4 % 3), kind),
+                1 + u32::from(kind / 12 % 4),
+            )
+        };
+        let whole = self.model.fork_request(handle, sample, &asked);
+        let refusal = self.model.refuses_fork(handle, sample).or_else(|| self.refuses(&whole));
+        if let Some(forked) = self.call(refusal, |scheduler| scheduler.fork(handle, sample as u32, asked)) {
+            self.model.fork(handle, sample, forked, &Arc::new(whole));
+            self.follow_kept();
+            self.num_added += 1;
+        }
+    }
+
+    /// Nothing is held back any more, and sessions give up what they keep.
+    fn let_all_end(&mut self) {
+        let held: Vec<_> =
+            self.model.requests.iter().filter(|request| request.is_held()).map(|request| request.handle).collect();
+        for handle in held {
+            self.scheduler.release(handle).expect("it lives");
+            self.model.set_held(handle, false);
+        }
+        let kept: Vec<_> = self
+            .model
+            .all()
+            .filter(|request| request.is_session())
+            .map(|request| (request.handle, request.num_samples()))
+            .collect();
+        for (handle, n) in kept {
+            for sample in 0..n {
+                let request = self.model.all().find(|request| request.handle == handle);
+                if request.is_some_and(|request| request.has_ended(sample)) {
+                    self.scheduler.free(handle, Some(sample as u32)).expect("it has ended");
+                    self.model.give_up(handle, sample);
+                }
+            }
+        }
     }
 
     fn mistake(&mut self, which: u8, target: u8) {
@@ -499,6 +702,7 @@ impl World {
         }
         self.model.drain_aborts();
         self.end_transfers(0, true);
+        self.let_all_end();
         let mut steps_left: usize = self.model.requests.iter().map(Request::most_tokens).sum();
         if self.model.limits.num_host_blocks > 0 {
             // Whoever waits for blocks that go out, or come in, does so for a step.
@@ -516,6 +720,7 @@ impl World {
             if !self.model.started_transfers().is_empty() {
                 self.end_transfers(0, !steps_left.is_multiple_of(3));
             }
+            self.let_all_end();
             self.model.check(&self.scheduler);
             if is_over {
                 break;

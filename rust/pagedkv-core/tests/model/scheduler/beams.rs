@@ -32,7 +32,10 @@ impl SchedulerModel {
     pub(super) fn commit_beams(&mut self, tokens: &[i32], parents: &[i32]) -> StepResult {
         let plan = self.plans.pop_front().expect("a plan is in flight");
         let mut result = StepResult::default();
-        plan.entries.iter().for_each(|entry| self.part(entry, &mut result));
+        for entry in &plan.entries {
+            self.compute(entry);
+            self.part(entry, &mut result);
+        }
         let mut drawn = drawn(&plan);
         for &(_, handle, sample) in &drawn {
             if let Some(request) = self.find_mut(handle) {
@@ -96,6 +99,8 @@ impl SchedulerModel {
             }
             if !goes_on {
                 let reason = reasons.iter().flatten().next().copied().unwrap_or(FinishReason::Dropped);
+                let last = own.first().map(|&i| tokens[i]);
+                self.find_mut(handle).expect("it lives").samples[sample].outputs.extend(last);
                 self.end(handle, sample, reason, result);
             }
         }

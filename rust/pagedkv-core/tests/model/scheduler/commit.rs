@@ -115,6 +115,7 @@ impl SchedulerModel {
         let mut rows = rows.into_iter().zip(paths);
         for (s, entry) in plan.entries.iter().enumerate() {
             let tables: Vec<_> = plan.tables.iter().map(|group| group[s].as_slice()).collect();
+            self.compute(entry);
             self.part(entry, &mut result);
             for (&sample, (row, path)) in entry.drawn.iter().zip(&mut rows) {
                 let goes_on = self.take_tokens(plan.arrays.id(), entry, sample, &row, &mut result);
@@ -133,6 +134,17 @@ impl SchedulerModel {
         self.events.note("finished requests", result.finished.len() as u64);
     }
 
+    /// The tokens of a plan that commits are computed.
+    pub(super) fn compute(&mut self, entry: &Entry) {
+        let request = self.find_mut(entry.handle).filter(|request| request.residence == entry.residence);
+        let Some(request) = request else { return };
+        if !request.has_parted {
+            request.num_prompt_computed = entry.end;
+        } else if !request.samples[entry.sample].is_over {
+            request.samples[entry.sample].num_computed = entry.end;
+        }
+    }
+
     pub(super) fn part(&mut self, entry: &Entry, result: &mut StepResult) {
         let Some(request) = self.find_mut(entry.handle).filter(|request| request.residence == entry.residence) else {
             return;
@@ -143,7 +155,9 @@ impl SchedulerModel {
         request.has_parted = true;
         let live: Vec<usize> = request.live().collect();
         for &sample in &live {
-            request.samples[sample].num_scheduled = request.prompt_len();
+            let prompt_len = request.prompt_len();
+            let sample = &mut request.samples[sample];
+            (sample.num_scheduled, sample.num_computed) = (prompt_len, prompt_len);
         }
         let fork = |&child: &usize| Fork { handle: entry.handle, parent: live[0] as u32, child: child as u32 };
         result.forked.extend(live[1..].iter().map(fork));
@@ -194,6 +208,7 @@ impl SchedulerModel {
             assert_eq!(found.drafting.take(), Some(plan));
             if is_resident {
                 found.num_scheduled = entry.end - entry.drafts.len() + row.len() - 1;
+                found.num_computed = found.num_scheduled;
             }
         }
         let mut reason = None;
@@ -222,9 +237,10 @@ impl SchedulerModel {
     /// Why a sample ends with this token as its next, if it does.
     pub(super) fn reason(&self, handle: Handle, sample: usize, token: i32) -> Option<FinishReason> {
         let request = &self.requests[self.position(handle).expect("it lives")];
-        let num_outputs = request.samples[sample].outputs.len() + 1;
+        let found = &request.samples[sample];
+        let num_outputs = request.num_known(sample) + 1 - found.turn_start;
         let stops = request.asked.stop_token_ids.contains(&token) && num_outputs >= request.asked.min_tokens as usize;
-        let is_long = num_outputs == request.asked.max_tokens as usize;
+        let is_long = num_outputs == found.max_tokens;
         if stops { Some(FinishReason::Stop) } else { is_long.then_some(FinishReason::Length) }
     }
 

@@ -59,7 +59,8 @@ impl SchedulerModel {
 
     /// Whether a gang that does not run could have: the budget that older requests left it is enough for all of it.
     pub(super) fn had_budget(&self, request: &Request, entries: &[Entry]) -> bool {
-        let older = entries.iter().filter(|entry| entry.handle < request.handle);
+        let at = self.position(request.handle);
+        let older = entries.iter().filter(|entry| self.position(entry.handle) < at);
         let used: usize = older.map(|entry| entry.end - entry.before - entry.num_hit_tokens).sum();
         self.limits.max_num_batched_tokens - used >= request.live().count()
     }

@@ -1,7 +1,7 @@
 //! What every plan must keep to, and what must hold after every command.
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{Handle, PlanId, Policy, Scheduler, StepPlan};
+use pagedkv_core::{Handle, PlanId, Policy, Reason, Scheduler, StepPlan};
 
 use super::{Entry, Request, SchedulerModel};
 
@@ -38,17 +38,22 @@ impl SchedulerModel {
     /// An admission beside running requests leaves room for all that they and it know, and the watermark; and first come,
     /// first served, it leaves nobody waiting who came before.
     pub(super) fn check_admissions(&self, scheduler: &Scheduler, entries: &[Entry], residents_before: &[Handle]) {
-        let Some(last) = entries.iter().filter(|entry| entry.is_admission).map(|entry| entry.handle).max() else {
+        let admitted = entries.iter().filter(|entry| entry.is_admission);
+        let Some(at) = admitted.filter_map(|entry| self.position(entry.handle)).max() else {
             return;
         };
         if self.limits.policy != Policy::Fcfs {
             return;
         }
-        let passed_over = self.requests.iter().find(|other| other.handle < last && !other.is_resident);
+        let last = self.requests[at].handle;
+        let mut before = self.requests[..at].iter().filter(|request| !request.is_held);
+        let passed_over = before.clone().find(|other| !other.is_resident);
         assert!(passed_over.is_none(), "{last:?} is admitted before {passed_over:?}");
-        let left_out = self.residents().filter(|request| request.handle < last).find(|request| {
+        let left_out = before.find(|request| {
             let is_in_time = !request.is_ready_gang(entries) || self.had_budget(request, entries);
-            is_in_time && !self.idle(request, entries).is_empty()
+            // Samples that go on by themselves are planned from the next step on.
+            let is_new = entries.iter().any(|entry| entry.is_admission && entry.handle == request.handle);
+            is_in_time && !is_new && !self.idle(request, entries).is_empty()
         });
         assert!(
             left_out.is_none() || self.limits.cuts_chunks,
@@ -66,21 +71,56 @@ impl SchedulerModel {
             };
             request.sequences().into_iter().map(of_sequence).sum()
         };
-        let needed: usize = self.residents().map(still_needed).sum();
+        let counted = self.requests[..=at].iter().filter(|request| request.is_resident && !request.is_held);
+        let needed: usize = counted.map(still_needed).sum();
         let available = scheduler.manager().pool().num_available() as usize;
         let left = available.checked_sub(self.limits.watermark_blocks);
         assert!(left >= Some(needed), "{last:?} is admitted, {needed} blocks are needed and {available} available");
     }
 
+    /// What was said of each request before a plan came true, as far as the plan shares nothing and guesses nothing.
+    pub(crate) fn check_reasons(&mut self, plan: &StepPlan, reasons: &[(Handle, Reason)]) {
+        let starts = plan.i32s(Field::QueryStartLoc);
+        let has_drafts =
+            self.requests.iter().flat_map(|request| &request.samples).any(|sample| !sample.drafts.is_empty());
+        let mut planned = std::collections::BTreeMap::<i64, u32>::new();
+        for (s, &handle) in plan.i64s(Field::Handles).iter().enumerate() {
+            *planned.entry(handle).or_default() += (starts[s + 1] - starts[s]) as u32;
+            let sample = plan.i32s(Field::Sequence)[s] as usize;
+            let start = plan.i32s(Field::SeqLens)[s] - (starts[s + 1] - starts[s]);
+            let request = &self.requests[self.position(Handle::new(handle)).expect("a live request")];
+            let before =
+                if request.is_resident { request.num_scheduled(sample) } else { request.samples[sample].num_scheduled };
+            if start as usize > before {
+                return;
+            }
+        }
+        let is_out = self.requests.iter().any(|request| request.swapped.is_some() || request.transfer.is_some());
+        if has_drafts || is_out {
+            return;
+        }
+        self.events.note("reasons", reasons.len() as u64);
+        for (handle, reason) in reasons {
+            let num_tokens = planned.get(&handle.get()).copied();
+            match reason {
+                Reason::Ready { num_tokens: expected } => {
+                    assert_eq!(num_tokens, Some(*expected), "{handle:?}: {reason}");
+                }
+                _ => assert_eq!(num_tokens, None, "{handle:?}: {reason}"),
+            }
+        }
+    }
+
     /// If work fits it is planned.
     pub(super) fn check_blocked(&mut self, plan: &StepPlan, entries: &[Entry]) {
         if entries.is_empty() && !self.requests.is_empty() {
-            assert_eq!(plan.waits_for_transfers(), self.has_transfers());
+            let is_kept_out = self.requests.iter().all(|request| request.is_held);
+            assert_eq!(plan.waits_for_transfers(), self.has_transfers() && !is_kept_out);
             let waits = plan.blocked_on().is_some() || plan.waits_for_transfers();
-            assert!(waits, "an empty plan while there is work, and nothing to wait for");
+            assert!(waits || is_kept_out || self.sessions_keep_blocks(), "an empty plan while there is work, and nothing to wait for");
             let is_in_flight = |plan: &PlanId| self.in_flight().contains(plan);
             assert!(plan.blocked_on().as_ref().is_none_or(is_in_flight), "{:?} is not in flight", plan.blocked_on());
-            self.events.note("blocked plans", 1);
+            self.events.note(if waits { "blocked plans" } else { "plans that wait for sessions" }, 1);
         } else {
             assert!(plan.blocked_on().is_none() && !plan.waits_for_transfers());
         }
@@ -91,16 +131,23 @@ impl SchedulerModel {
         if self.limits.policy != Policy::Fcfs {
             return;
         }
-        if let (Some(oldest), true) = (self.requests.first(), self.plans.is_empty() && !self.has_transfers()) {
+        let oldest = self.requests.iter().find(|request| !request.is_held);
+        if let (Some(oldest), true) = (oldest, self.plans.is_empty() && !self.has_transfers() && !self.sessions_keep_blocks()) {
             let progresses = entries.iter().any(|entry| entry.handle == oldest.handle);
             assert!(progresses, "the oldest request waits, and no plan is in flight");
         }
         let budget_left = self.limits.max_num_batched_tokens - plan.sizes().num_tokens as usize;
         let available = scheduler.manager().pool().num_available() as usize;
         if budget_left > 0 && !self.limits.cuts_chunks && available >= self.limits.groups.len() {
-            let waits = self.residents().find(|request| !self.idle(request, entries).is_empty());
-            let Some(request) = waits else { return };
-            // One token takes one block of each group at the most, so whoever is the first that does not run wants more than that.
+            let mut in_order = self.requests.iter().filter(|request| !request.is_held);
+            let waits = in_order.find(|request| !request.is_resident || !self.idle(request, entries).is_empty());
+            // What is available may be kept for one that is still to be admitted.
+            let Some(request) = waits.filter(|request| request.is_resident) else { return };
+            if entries.iter().any(|entry| entry.is_admission && entry.handle == request.handle) {
+                return;
+            }
+            // One token takes one block of each group at the most, so whoever is the first that does not run wants more than
+            // that.
             let could_run = if request.is_ready_gang(entries) {
                 let needed = self.blocks_of_the_gang(scheduler, request);
                 budget_left >= request.live().count() && available >= needed
@@ -161,11 +208,13 @@ impl SchedulerModel {
                 assert_eq!(num_blocks, expected, "blocks of {handle:?} {sample} in group {number}");
             }
         }
+        self.check_kept(scheduler);
     }
 
     /// With all requests over and all plans ended, the whole pool is there again and nobody sits anywhere.
     pub(crate) fn check_empty(&self, scheduler: &Scheduler) {
-        assert!(self.requests.is_empty() && self.plans.is_empty() && self.transfers.is_empty());
+        assert!(self.requests.is_empty() && self.resting.is_empty());
+        assert!(self.plans.is_empty() && self.transfers.is_empty());
         let (num_host_blocks, num_free) = scheduler.num_host_blocks();
         assert_eq!(num_host_blocks, num_free, "host blocks are lost");
         assert!(scheduler.manager().usage().abs() < 1e-9, "blocks are lost");

@@ -8,6 +8,7 @@ mod laws;
 mod preemption;
 mod request;
 mod schedule;
+mod sessions;
 mod stats;
 mod transfers;
 
@@ -96,7 +97,10 @@ struct Plan {
 #[derive(Debug)]
 pub(crate) struct SchedulerModel {
     pub(crate) limits: Limits,
+    /// Those that run or wait, in the order of their arrival.
     pub(crate) requests: Vec<Request>,
+    /// Sessions at rest.
+    pub(crate) resting: Vec<Request>,
     aborts: Vec<(Handle, Option<usize>)>,
     plans: VecDeque<Plan>,
     device: Device,
@@ -125,6 +129,7 @@ impl SchedulerModel {
         Self {
             limits,
             requests: Vec::new(),
+            resting: Vec::new(),
             aborts: Vec::new(),
             plans: VecDeque::new(),
             device,
@@ -163,7 +168,7 @@ impl SchedulerModel {
         let longest = prompt_len + request.max_tokens as usize - 1 + self.limits.lookahead;
         let n = request.n as usize;
         let in_group = |group: &Group| {
-            let shared = prompt_len / group.block_size;
+            let shared = if request.session && n > 1 { 0 } else { prompt_len / group.block_size };
             let all = shared + n * (longest.div_ceil(group.block_size) - shared);
             all.min(n.saturating_mul(self.limits.most_blocks(group)))
         };
@@ -184,17 +189,21 @@ impl SchedulerModel {
 
     pub(crate) fn add_request(&mut self, handle: Handle, request: &Arc<NewRequest>) {
         assert!(self.requests.iter().all(|other| other.handle < handle), "handles rise");
+        let turn_start = request.prompt_token_ids.len();
+        let sample = Sample { turn_start, max_tokens: request.max_tokens as usize, ..Sample::default() };
         self.requests.push(Request {
             handle,
             asked: request.clone(),
-            samples: vec![Sample::default(); request.n as usize],
+            samples: vec![sample; request.n as usize],
             is_resident: false,
+            is_held: false,
             residence: 0,
             has_parted: false,
             num_prompt_scheduled: 0,
+            num_prompt_computed: 0,
             num_preemptions: 0,
             num_cached_tokens: 0,
-            times: Times::arriving(request.arrival),
+            times: Times::arriving(request.arrival, turn_start),
             swapped: None,
             transfer: None,
         });
@@ -206,7 +215,8 @@ impl SchedulerModel {
 
     /// Whether no request has this id but such as were aborted as a whole.
     pub(crate) fn is_id_free(&self, request_id: &str) -> bool {
-        let mut named = self.requests.iter().filter(|request| request.asked.request_id == request_id);
+        let mut named =
+            self.requests.iter().chain(&self.resting).filter(|request| request.asked.request_id == request_id);
         named.all(|request| {
             let is_whole = |sample: Option<usize>| sample.is_none() || request.samples.len() == 1;
             self.aborts.iter().any(|&(handle, sample)| handle == request.handle && is_whole(sample))
@@ -217,29 +227,44 @@ impl SchedulerModel {
     pub(crate) fn drain_aborts(&mut self) {
         self.note_taken_up();
         for (handle, sample) in std::mem::take(&mut self.aborts) {
-            let n = self.find_mut(handle).map_or(0, |request| request.samples.len());
+            let n = self.all().find(|request| request.handle == handle).map_or(0, |request| request.samples.len());
             for number in (0..n).filter(|&number| sample.is_none_or(|only| only == number)) {
                 self.end_for(handle, number, FinishReason::Abort);
+                self.give_up(handle, number);
             }
         }
     }
 
-    /// Ends a sample, and the request with the last one; answers whether it was the last one.
-    pub(crate) fn finish(&mut self, handle: Handle, sample: usize) -> bool {
+    /// Ends a sample, and the request with the last one; answers whether it was the last one. A session keeps it if it is
+    /// one that finished.
+    pub(crate) fn finish(&mut self, handle: Handle, sample: usize, keeps: bool) -> bool {
         let Some(position) = self.position(handle) else {
             return false;
         };
         let request = &mut self.requests[position];
-        request.samples[sample].is_over = true;
+        if request.samples[sample].is_over {
+            return false;
+        }
+        request.end_sample(sample, keeps);
         if !request.has_parted {
             // Who computes the prompt after it takes its row.
             request.samples[sample].row = None;
         }
-        let is_over = self.requests[position].live().next().is_none();
+        let is_over = request.live().next().is_none();
         if is_over {
-            self.requests.remove(position);
+            let mut request = self.requests.remove(position);
+            if request.samples.iter().any(|sample| sample.is_kept) {
+                request.rest();
+                self.resting.push(request);
+                self.events.note("sessions at rest", 1);
+            }
         }
         is_over
+    }
+
+    /// Every request that has a handle.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Request> {
+        self.requests.iter().chain(&self.resting)
     }
 
     fn residents(&self) -> impl Iterator<Item = &Request> {
@@ -284,14 +309,16 @@ impl SchedulerModel {
                 if request.residence != entry.residence {
                     continue;
                 }
-                request.set_num_scheduled(entry.sample, entry.before);
+                if !(request.has_parted && request.samples[entry.sample].is_over) {
+                    request.set_num_scheduled(entry.sample, entry.before);
+                }
                 self.note_undone(entry, entry.num_queried);
                 let request = self.find_mut(entry.handle).expect("an entry of a live request");
                 if request.num_preemptions == 0 {
                     request.num_cached_tokens -= entry.num_hit_tokens;
                 }
                 if entry.is_admission {
-                    request.leave();
+                    request.withdraw();
                     self.events.note("undone admissions", 1);
                 }
             }

@@ -38,7 +38,11 @@ pub(super) fn depth(nodes: &[Node], node: usize) -> usize {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sample {
+    /// All that is known behind the prompt.
     pub(super) outputs: Vec<i32>,
+    /// Tokens known when the present turn began to sample.
+    pub(super) turn_start: usize,
+    pub(super) max_tokens: usize,
     pub(super) pending: Vec<Pending>,
     /// Guesses that wait for a plan, or are given back by the rollback of one.
     pub(super) drafts: Vec<Node>,
@@ -50,7 +54,11 @@ pub(super) struct Sample {
     /// Where it sits, as far as a plan told.
     pub(super) row: Option<i32>,
     pub(super) is_over: bool,
+    /// It has ended and a session keeps it.
+    pub(super) is_kept: bool,
     pub(super) num_scheduled: usize,
+    /// Of these, by plans that committed.
+    pub(super) num_computed: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -59,11 +67,13 @@ pub(crate) struct Request {
     pub(super) asked: Arc<NewRequest>,
     pub(super) samples: Vec<Sample>,
     pub(super) is_resident: bool,
+    pub(super) is_held: bool,
     /// Rises whenever the request loses its blocks.
     pub(super) residence: u32,
     /// Whether each sample is a sequence; before, one computes the prompt for all.
     pub(super) has_parted: bool,
     pub(super) num_prompt_scheduled: usize,
+    pub(super) num_prompt_computed: usize,
     pub(super) num_preemptions: u32,
     pub(super) num_cached_tokens: usize,
     pub(super) times: Times,
@@ -97,11 +107,16 @@ impl Request {
 
     /// Tokens that all samples can come to.
     pub(crate) fn most_tokens(&self) -> usize {
-        self.samples.len() * (self.prompt_len() + self.asked.max_tokens as usize)
+        self.samples.iter().map(|sample| sample.turn_start + sample.max_tokens).sum()
     }
 
     pub(super) fn prompt_len(&self) -> usize {
         self.asked.prompt_token_ids.len()
+    }
+
+    /// The prompt and what is known behind it.
+    pub(super) fn num_known(&self, sample: usize) -> usize {
+        self.prompt_len() + self.samples[sample].outputs.len()
     }
 
     /// The prompt, what was sampled, and what plans in flight sample.
@@ -126,8 +141,8 @@ impl Request {
     /// Tokens of the sample that can be computed now.
     pub(super) fn limit(&self, sample: usize) -> usize {
         if self.has_parted {
-            let longest = self.prompt_len() + self.asked.max_tokens as usize - 1;
-            self.tokens(sample).len().min(longest)
+            let Sample { turn_start, max_tokens, .. } = self.samples[sample];
+            self.tokens(sample).len().min(turn_start + max_tokens - 1)
         } else {
             self.prompt_len()
         }
@@ -136,7 +151,7 @@ impl Request {
     /// Guesses that may run now: behind the last known token, and no more than can still be accepted.
     pub(super) fn num_drafts(&self, sample: usize) -> usize {
         let found = &self.samples[sample];
-        let most = self.asked.max_tokens as usize - 1 - found.outputs.len();
+        let most = found.turn_start + found.max_tokens - 1 - self.num_known(sample);
         let can_draft = self.has_parted && found.pending.is_empty();
         let is_in_reach = |&node: &usize| depth(&found.drafts, node) <= most;
         if can_draft { (0..found.drafts.len()).take_while(is_in_reach).count() } else { 0 }
@@ -151,9 +166,9 @@ impl Request {
         self.is_resident = false;
         self.residence += 1;
         self.has_parted = false;
-        self.num_prompt_scheduled = 0;
-        for sample in &mut self.samples {
-            sample.num_scheduled = 0;
+        (self.num_prompt_scheduled, self.num_prompt_computed) = (0, 0);
+        for sample in self.samples.iter_mut().filter(|sample| !sample.is_kept) {
+            (sample.num_scheduled, sample.num_computed) = (0, 0);
             sample.awaiting = None;
             sample.row = None;
             sample.drafts.clear();

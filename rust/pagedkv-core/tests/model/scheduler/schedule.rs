@@ -8,10 +8,16 @@ use super::{Entry, Expected, Plan, SchedulerModel};
 
 impl SchedulerModel {
     /// Judges a plan that `schedule` made; `token` gives the tokens that will be sampled.
-    pub(crate) fn schedule(&mut self, scheduler: &Scheduler, plan: StepPlan, mut token: impl FnMut() -> i32) {
+    pub(crate) fn schedule(
+        &mut self,
+        scheduler: &Scheduler,
+        plan: StepPlan,
+        counts: &[(Handle, u32)],
+        mut token: impl FnMut() -> i32,
+    ) {
         let sizes = plan.sizes();
         let residents_before: Vec<Handle> = self.residents().map(|request| request.handle).collect();
-        self.follow_preemptions(scheduler, &plan);
+        self.follow_preemptions(scheduler, &plan, counts);
         self.follow_returns(scheduler, &plan);
         let moved = self.follow_moves(&plan);
         let tokens: Vec<i32> = (0..sizes.num_samples).map(|_| token()).collect();
@@ -95,10 +101,10 @@ impl SchedulerModel {
         let is_admission = !request.is_resident;
         if is_admission {
             assert!(!waits, "{handle:?} is admitted while a plan in flight is about it");
-            request.is_resident = true;
+            request.admit();
             self.events.note("admissions", 1);
-            request.has_parted = request.live().count() == 1;
         }
+        assert!(!request.is_held, "{handle:?} is held");
         assert!(request.sequences().contains(&sample), "{handle:?} {sample} has no sequence to plan");
         let before = request.num_scheduled(sample);
         let start = end - num_tokens;

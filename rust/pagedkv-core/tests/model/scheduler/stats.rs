@@ -12,12 +12,14 @@ pub(super) struct Times {
     /// Admissions that were not undone: since when the request had waited, and when it was admitted.
     admissions: Vec<(f64, f64)>,
     first_token: Option<f64>,
+    /// Tokens of the prompt, or those that a session's turn brought along.
+    pub(super) num_prompt: u64,
     num_generated: u64,
 }
 
 impl Times {
-    pub(super) fn arriving(now: f64) -> Self {
-        Self { arrival: now, waiting_since: now, ..Self::default() }
+    pub(super) fn arriving(now: f64, num_prompt: usize) -> Self {
+        Self { arrival: now, waiting_since: now, num_prompt: num_prompt as u64, ..Self::default() }
     }
 }
 
@@ -36,7 +38,7 @@ impl SchedulerModel {
         let request = self.find_mut(entry.handle).expect("planned requests live");
         let is_first = request.num_preemptions == 0;
         let asks = entry.is_admission && caching && request.asked.use_prefix_cache;
-        let queries = if asks { request.limit(entry.sample) as u64 } else { 0 };
+        let queries = if asks { (request.limit(entry.sample) - entry.before) as u64 } else { 0 };
         entry.num_queried = queries;
         if entry.is_admission {
             let admission = (request.times.waiting_since, now);
@@ -82,7 +84,11 @@ impl SchedulerModel {
 
     pub(super) fn note_preemption(&mut self, handle: Handle) {
         let now = self.now;
-        self.find_mut(handle).expect("victims live").times.waiting_since = now;
+        let times = &mut self.find_mut(handle).expect("victims live").times;
+        // One that only kept blocks waits since it came.
+        if !times.admissions.is_empty() {
+            times.waiting_since = now;
+        }
         self.totals.num_preemptions += 1;
     }
 
@@ -94,7 +100,7 @@ impl SchedulerModel {
         let request = self.find_mut(handle).expect("it gets a token");
         request.times.num_generated += num_tokens as u64;
         let is_first = request.times.first_token.replace(request.times.first_token.unwrap_or(now)).is_none();
-        let (prompt, cached) = (request.prompt_len() as u64, request.num_cached_tokens as u64);
+        let (prompt, cached) = (request.times.num_prompt, request.num_cached_tokens as u64);
         if is_first {
             self.totals.prompt_tokens += prompt;
             self.totals.prompt_tokens_cached += cached;
@@ -108,7 +114,8 @@ impl SchedulerModel {
         if live.is_some_and(|request| !request.samples[sample].is_over) {
             self.totals.finished_by_reason[reason as usize - 1] += 1;
         }
-        let is_over = self.finish(handle, sample);
+        let keeps = matches!(reason, FinishReason::Stop | FinishReason::Length);
+        let is_over = self.finish(handle, sample, keeps);
         self.num_finished += u64::from(is_over);
         self.totals.num_finished = self.num_finished;
         is_over
@@ -122,7 +129,7 @@ impl SchedulerModel {
             requeue_time: times.admissions.iter().skip(1).map(wait).sum(),
             time_to_first_token: times.first_token.map(|at| at - times.arrival),
             time_in_system: self.now - times.arrival,
-            num_prompt_tokens: request.prompt_len() as u32,
+            num_prompt_tokens: times.num_prompt as u32,
             num_cached_tokens: request.num_cached_tokens as u32,
             num_generation_tokens: times.num_generated,
             num_preemptions: request.num_preemptions,

@@ -201,13 +201,18 @@ impl SchedulerModel {
             let transfer = self.transfers.remove(at);
             self.to_repeat.remove(&id);
             self.events.note(if ok { "transfers that succeeded" } else { "transfers that failed" }, 1);
+            if let Some(request) = self.resting.iter_mut().find(|request| request.handle == transfer.handle) {
+                request.transfer = None;
+            }
             let Some(request) = self.find_mut(transfer.handle) else {
                 self.events.note("transfers of requests that had ended", 1);
                 continue;
             };
             request.transfer = None;
             if transfer.is_out {
-                request.swapped.as_mut().expect("it is out").is_short |= !ok;
+                if let Some(swapped) = &mut request.swapped {
+                    swapped.is_short |= !ok;
+                }
             } else if request.is_resident {
                 request.swapped = None;
                 if !ok && request.live().count() > 1 {
