@@ -138,9 +138,9 @@ numbers! {
     i32s: i32 { priority }
     i64s: i64 { group handle index lora_id }
     optional_f32s: Option<f32> { soft_cap softmax_scale }
-    optional_f64s: Option<f64> { cache_ttl now }
+    optional_f64s: Option<f64> { cache_ttl now watermark }
     optional_i64s: Option<i64> { lora_id }
-    optional_u32s: Option<u32> { ageing block_size max_num_partial_prefills num_layer_slots sequence sliding_window }
+    optional_u32s: Option<u32> { ageing block_size long_prefill_token_threshold lookahead max_num_batched_tokens max_num_partial_prefills max_num_seqs max_tokens num_layer_slots sequence sliding_window }
     optional_u8s: Option<u8> { cache_priority }
     optional_usizes: Option<usize> { num_threads sliding_window }
     u32s: u32 { block_size head_dim layer long_prefill_token_threshold lookahead max_model_len max_num_batched_tokens max_num_seqs max_pending_events max_plans_in_flight max_tokens min_tokens n num_accepted num_blocks num_draft_tokens num_external_tokens num_host_blocks num_kv_heads num_new_tokens num_tokens pin_quota_blocks prefill_chunk_multiple samples sequence sequences tokens }

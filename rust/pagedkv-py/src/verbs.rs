@@ -116,10 +116,10 @@ impl Scheduler {
     #[pyo3(signature = (handle, sequence, ids, max_tokens=None))]
     fn append_tokens(
         &self,
-        handle: i64,
-        sequence: u32,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::u32s::sequence)] sequence: u32,
         ids: &Bound<'_, PyAny>,
-        max_tokens: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::max_tokens)] max_tokens: Option<u32>,
     ) -> PyResult<()> {
         let ids = crate::arrays::ids("ids", ids)?;
         let append = |core: &mut Core| core.append_tokens(Handle::new(handle), sequence, &ids, max_tokens);
@@ -133,7 +133,11 @@ impl Scheduler {
     /// StateError
     ///     If the session, or the sample, has not finished: abort it.
     #[pyo3(signature = (handle, sequence=None))]
-    fn free(&self, handle: i64, sequence: Option<u32>) -> PyResult<()> {
+    fn free(
+        &self,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::optional_u32s::sequence)] sequence: Option<u32>,
+    ) -> PyResult<()> {
         self.core.with(|core| core.free(Handle::new(handle), sequence))?.map_err(to_py_err)
     }
 
@@ -180,14 +184,14 @@ impl Scheduler {
     fn fork(
         &self,
         py: Python<'_>,
-        handle: i64,
-        sequence: u32,
+        #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64,
+        #[pyo3(from_py_with = crate::args::u32s::sequence)] sequence: u32,
         request_id: String,
         ids: Option<&Bound<'_, PyAny>>,
-        max_tokens: u32,
-        n: u32,
+        #[pyo3(from_py_with = crate::args::u32s::max_tokens)] max_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::n)] n: u32,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
-        min_tokens: u32,
+        #[pyo3(from_py_with = crate::args::u32s::min_tokens)] min_tokens: u32,
         priority: i32,
         tenant: Option<String>,
         needs_commit: bool,
@@ -231,12 +235,15 @@ impl Scheduler {
     ))]
     fn update_limits(
         &self,
-        max_num_batched_tokens: Option<u32>,
-        max_num_seqs: Option<u32>,
-        watermark: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::max_num_batched_tokens)] max_num_batched_tokens: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::max_num_seqs)] max_num_seqs: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::watermark)] watermark: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::long_prefill_token_threshold)]
         long_prefill_token_threshold: Option<u32>,
-        max_num_partial_prefills: Option<u32>,
-        lookahead: Option<u32>,
+        #[pyo3(from_py_with = crate::args::optional_u32s::max_num_partial_prefills)] max_num_partial_prefills: Option<
+            u32,
+        >,
+        #[pyo3(from_py_with = crate::args::optional_u32s::lookahead)] lookahead: Option<u32>,
     ) -> PyResult<()> {
         let update = LimitsUpdate {
             max_num_batched_tokens,

@@ -1,37 +1,42 @@
 //! Seats and first blocks for waiting requests, in order, until one does not fit.
 
 use super::Scheduler;
-use super::pass::{Pass, Want};
+use super::pass::{Head, Pass, Want};
+use super::policy::Order;
 use super::request::{Sample, Stage};
 use crate::kv_cache_manager::ComputedBlocks;
 
 impl Scheduler {
     pub(super) fn admit_waiting(&mut self, pass: &mut Pass) {
-        if pass.reserved > 0 {
-            return;
+        while self.admit_first(pass) {}
+    }
+
+    /// Lets the first waiting request in before running ones behind it grow, which could take what it counts on: tokens of
+    /// the budget, blocks, hits.
+    pub(super) fn admit_head(&mut self, pass: &mut Pass, head: Head) {
+        pass.head = Some(Head { may_start: false, ..head });
+        let num_behind = self.num_partial_prefills_behind(head.order);
+        pass.num_partial_prefills += num_behind;
+        if self.admit_first(pass) {
+            pass.head = None;
         }
-        while pass.budget > 0 {
-            let Some((_, &slot)) = self.waiting.first_key_value() else {
-                return;
-            };
-            let request = self.request(slot);
-            // Its samples may be on their way, or its blocks, or its rows still be named by a plan in flight.
-            if self.is_under_way(slot) || request.num_seats() > self.seats.num_free() {
-                return;
-            }
-            if let Some(back) = self.find_way_back(slot) {
-                if !self.readmit(pass, slot, &back) {
-                    return;
-                }
-                continue;
-            }
-            let mut hits = std::mem::take(&mut self.hits);
-            let is_admitted = self.admit(pass, slot, &mut hits);
-            self.hits = hits;
-            if !is_admitted {
-                return;
-            }
+        pass.num_partial_prefills -= num_behind;
+    }
+
+    fn admit_first(&mut self, pass: &mut Pass) -> bool {
+        let Some((_, &slot)) = self.waiting.first_key_value() else { return false };
+        // Its samples may be on their way, or its blocks, or its rows still be named by a plan in flight.
+        let must_wait = self.is_under_way(slot) || self.request(slot).num_seats() > self.seats.num_free();
+        if must_wait || pass.reserved > 0 || pass.budget == 0 {
+            return false;
         }
+        if let Some(back) = self.find_way_back(slot) {
+            return self.readmit(pass, slot, &back);
+        }
+        let mut hits = std::mem::take(&mut self.hits);
+        let is_admitted = self.admit(pass, slot, &mut hits);
+        self.hits = hits;
+        is_admitted
     }
 
     fn admit(&mut self, pass: &mut Pass, slot: u32, hits: &mut ComputedBlocks) -> bool {
@@ -105,14 +110,12 @@ impl Scheduler {
         (Want { target, known: target, num_drafts: 0 }, index)
     }
 
-    /// Blocks that the admission of a waiting request needs, the tokens that it starts with, and whether those are less than
-    /// all that it knows.
-    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, u32, bool) {
+    /// Blocks that the admission of a waiting request needs, and whether it starts with fewer tokens than it knows.
+    pub(super) fn admission_needs(&mut self, slot: u32, budget: u32) -> (u32, bool) {
         if let Some(back) = self.find_way_back(slot) {
             let all = back.num_needed_for_all + self.watermark_blocks;
             let needed = if self.is_first(slot) { back.num_needed } else { all };
-            let num_tokens = if back.waits() { 0 } else { back.num_missing().min(budget) };
-            return (needed, num_tokens, back.is_partial());
+            return (needed, back.is_partial());
         }
         let (want, index) = self.known(slot);
         let mut hits = std::mem::take(&mut self.hits);
@@ -125,14 +128,22 @@ impl Scheduler {
             self.blocks_to_admit(index, want.target, &hits) + self.others_need(slot) + self.watermark_blocks
         };
         self.hits = hits;
-        (needed, num_new, start + num_new < want.target)
+        (needed, start + num_new < want.target)
     }
 
     /// Running sequences in the middle of a prefill.
     pub(super) fn num_partial_prefills(&self) -> u32 {
-        let is_partial =
-            |&(sequence, slot): &(usize, u32)| !self.request(slot).is_held && self.is_partial(sequence, slot);
-        self.seats.seated().filter(is_partial).count() as u32
+        self.partial_prefills().count() as u32
+    }
+
+    /// [`Self::num_partial_prefills`], of those that come behind.
+    pub(super) fn num_partial_prefills_behind(&self, order: Order) -> u32 {
+        self.partial_prefills().filter(|&slot| self.request(slot).order > order).count() as u32
+    }
+
+    fn partial_prefills(&self) -> impl Iterator<Item = u32> {
+        let running = self.seats.seated().filter(|&(_, slot)| !self.request(slot).is_held);
+        running.filter(|&(sequence, slot)| self.is_partial(sequence, slot)).map(|(_, slot)| slot)
     }
 
     /// Whether a running sequence has more to compute than the token that was sampled last.

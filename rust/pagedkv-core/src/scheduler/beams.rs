@@ -238,7 +238,7 @@ impl Scheduler {
     pub(super) fn grow_gang(&mut self, pass: &mut Pass, slot: u32) {
         let request = self.request(slot);
         let is_ready = !self.waits_for_others(request);
-        if is_ready && request.num_live > self.budget_for(pass, slot) {
+        if is_ready && request.num_live > pass.budget {
             self.claim(pass, slot);
             return;
         }

@@ -3,6 +3,7 @@
 use super::Scheduler;
 use super::explain::Reason;
 use super::pass::{Head, Want};
+use super::policy::Order;
 use super::request::Stage;
 use super::swap::Readmission;
 use crate::ids::BlockId;
@@ -20,13 +21,32 @@ struct Forecast {
     /// The first waiting request where it comes before some that run, and the blocks that are kept for it.
     head: Option<(Head, u32)>,
     claimed_behind: u32,
-    /// Whether a waiting request was let in.
-    has_admitted: bool,
+    /// The waiting request that was let in last.
+    admitted: Option<u32>,
     /// A request that waits for room, or takes it from others: what comes behind it is not foreseen.
     in_the_way: Option<u32>,
     /// Blocks that were copied, once for each copy.
     copied: Vec<BlockId>,
     hits: ComputedBlocks,
+}
+
+impl Forecast {
+    /// The first waiting request, if it is let in before a running one grows: asked for once.
+    fn take_head_before(&mut self, order: Order) -> Option<(Order, u32)> {
+        let (head, slot) = self.head.as_mut().filter(|(head, _)| order > head.order)?;
+        std::mem::take(&mut head.may_start).then_some((head.order, *slot))
+    }
+
+    fn admit(&mut self, slot: u32) {
+        self.admitted = Some(slot);
+        self.head = self.head.filter(|&(_, head)| head != slot);
+    }
+
+    /// Blocks that running prefills which come before a waiting request still need.
+    fn claimed_before(&self, slot: u32) -> u32 {
+        let is_head = self.head.is_some_and(|(_, head)| head == slot);
+        self.claimed + if is_head { 0 } else { self.claimed_behind }
+    }
 }
 
 impl Scheduler {
@@ -41,7 +61,7 @@ impl Scheduler {
             num_free_seats: self.seats.num_free(),
             head: None,
             claimed_behind: 0,
-            has_admitted: false,
+            admitted: None,
             in_the_way: None,
             copied: Vec::new(),
             hits: ComputedBlocks::default(),
@@ -56,6 +76,15 @@ impl Scheduler {
         }
         for at in 0..self.running.len() {
             let other = self.running[at];
+            if let Some((order, head)) = forecast.take_head_before(self.request(other).order) {
+                let num_behind = self.num_partial_prefills_behind(order);
+                forecast.num_partial_prefills += num_behind;
+                let reason = self.forecast_waiting(head, &mut forecast);
+                forecast.num_partial_prefills -= num_behind;
+                if head == slot && matches!(reason, Reason::Ready { .. }) {
+                    return reason;
+                }
+            }
             if self.request(other).is_held {
                 continue;
             }
@@ -64,7 +93,8 @@ impl Scheduler {
                 return reason;
             }
         }
-        let waiting: Vec<u32> = self.waiting.values().copied().collect();
+        let is_out = |other: &u32| forecast.admitted != Some(*other);
+        let waiting: Vec<u32> = self.waiting.values().copied().filter(is_out).collect();
         for other in waiting {
             let reason = match forecast.in_the_way {
                 Some(first) => Reason::Behind { request: self.request(first).handle },
@@ -86,15 +116,14 @@ impl Scheduler {
         if self.gives_way(order).is_none() || self.is_under_way(slot) {
             return None;
         }
-        let (needed, num_tokens, is_partial) = self.admission_needs(slot, forecast.budget);
+        let (needed, is_partial) = self.admission_needs(slot, forecast.budget);
         let pool = self.manager.pool();
         let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
         let has_seats = self.request(slot).num_seats() <= self.seats.num_coming();
         let has_room = needed <= pool.num_available() + pool.num_fenced();
         let starts =
             may_start && self.request(slot).num_seats() <= forecast.num_free_seats && needed <= forecast.available;
-        let num_tokens = if starts { num_tokens } else { 0 };
-        forecast.head = Some((Head { order, num_blocks: needed, num_tokens }, slot));
+        forecast.head = Some((Head { order, num_blocks: needed, may_start: starts }, slot));
         (!(may_start && has_seats && has_room)).then_some(slot)
     }
 
@@ -123,11 +152,9 @@ impl Scheduler {
             _ => (0..request.samples.len()).filter(|&sample| request.samples[sample].finish.is_none()).collect(),
         };
         let together = request.is_gang() && request.stage == Stage::Apart && !self.waits_for_others(request);
-        let for_head = forecast.head.filter(|(head, _)| request.order > head.order);
-        let left = forecast.budget.saturating_sub(for_head.map_or(0, |(head, _)| head.num_tokens));
-        if together && request.num_live > left {
+        if together && request.num_live > forecast.budget {
             self.forecast_claim(slot, forecast);
-            return Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left };
+            return Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: forecast.budget };
         }
         let before = (forecast.budget, forecast.available);
         let claimed = (forecast.claimed, forecast.claimed_behind);
@@ -205,8 +232,7 @@ impl Scheduler {
     ) -> Result<(u32, u32), Reason> {
         let request = self.request(slot);
         let head = forecast.head.filter(|(head, _)| request.order > head.order);
-        let (num_blocks, for_head) = head.map_or((0, 0), |(head, _)| (head.num_blocks, head.num_tokens));
-        let budget = forecast.budget.saturating_sub(for_head);
+        let (num_blocks, budget) = (head.map_or(0, |(head, _)| head.num_blocks), forecast.budget);
         let index = request.samples[sample].sequence as usize;
         self.find_hits(index, want, &mut forecast.hits);
         let mut start = self.manager.sequence(index).num_scheduled + forecast.hits.num_tokens();
@@ -281,11 +307,11 @@ impl Scheduler {
         let others = self.others_need(slot);
         let (copies, spared) = self.copies_of_tails(index, forecast);
         let takes = self.manager.blocks_needed(index, num_new, &forecast.hits) - spared;
-        let needed = if self.is_first(slot) && !forecast.has_admitted {
+        let needed = if self.is_first(slot) && forecast.admitted.is_none() {
             takes
         } else {
             let all = self.blocks_to_admit(index, want.target, &forecast.hits) - spared;
-            all + others + self.forecast_claimed(slot, forecast) + self.watermark_blocks
+            all + others + forecast.claimed_before(slot) + self.watermark_blocks
         };
         if needed > forecast.available {
             if self.forecast_giver(slot, forecast).is_some() {
@@ -294,7 +320,7 @@ impl Scheduler {
             }
             return self.no_blocks(needed, forecast.available);
         }
-        forecast.has_admitted = true;
+        forecast.admit(slot);
         forecast.copied.extend(copies);
         forecast.budget -= num_new;
         forecast.available -= takes;
@@ -313,10 +339,10 @@ impl Scheduler {
         if back.is_partial() && forecast.num_partial_prefills >= self.limits.max_num_partial_prefills {
             return Reason::PartialPrefills { limit: self.limits.max_num_partial_prefills };
         }
-        let needed = if self.is_first(slot) && !forecast.has_admitted {
+        let needed = if self.is_first(slot) && forecast.admitted.is_none() {
             back.num_needed
         } else {
-            back.num_needed_for_all + self.forecast_claimed(slot, forecast) + self.watermark_blocks
+            back.num_needed_for_all + forecast.claimed_before(slot) + self.watermark_blocks
         };
         if needed > forecast.available {
             if self.forecast_giver(slot, forecast).is_some() {
@@ -325,7 +351,7 @@ impl Scheduler {
             }
             return self.no_blocks(needed, forecast.available);
         }
-        forecast.has_admitted = true;
+        forecast.admit(slot);
         forecast.available -= back.num_needed;
         forecast.num_free_seats -= self.request(slot).num_seats();
         forecast.claimed += back.num_needed_for_all - back.num_needed;
@@ -335,16 +361,10 @@ impl Scheduler {
         Reason::Ready { num_tokens }
     }
 
-    /// Blocks that running prefills which come before a waiting request still need.
-    fn forecast_claimed(&self, slot: u32, forecast: &Forecast) -> u32 {
-        let is_head = forecast.head.is_some_and(|(_, head)| head == slot);
-        forecast.claimed + if is_head { 0 } else { forecast.claimed_behind }
-    }
-
     /// Whoever gives blocks to a waiting request.
     fn forecast_giver(&self, slot: u32, forecast: &Forecast) -> Option<u32> {
         let keeper = self.last_keeper_behind(self.request(slot).order);
-        keeper.or_else(|| self.gives_blocks(slot).filter(|_| !forecast.has_admitted))
+        keeper.or_else(|| self.gives_blocks(slot).filter(|_| forecast.admitted.is_none()))
     }
 
     /// The blocks that a sequence must copy before it writes, and how many copies it is spared because others copied first.

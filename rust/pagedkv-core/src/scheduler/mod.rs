@@ -430,6 +430,7 @@ impl Scheduler {
         if !is_right || other == Some(&slot) || (request.num_live == 0) != (request.stage == Stage::Resting) {
             return broken(format!("request {} is not in exactly one queue", request.id));
         }
+        let mut has_blocks = false;
         for sample in &request.samples {
             let is_live = sample.finish.is_none();
             let has_seat = sample.row != request::NONE;
@@ -443,10 +444,10 @@ impl Scheduler {
             if !is_right {
                 return broken(format!("a sample of request {} has a sequence that is not its own", request.id));
             }
-            let has_blocks = sequence.is_some_and(|sequence| is_live && sequence.num_scheduled > 0);
-            if has_blocks && !is_running && !request.is_keeper {
-                return broken(format!("request {} waits with blocks that nobody knows of", request.id));
-            }
+            has_blocks |= sequence.is_some_and(|sequence| is_live && sequence.num_scheduled > 0);
+        }
+        if request.is_keeper != (has_blocks && !is_running) {
+            return broken(format!("it is not known whether request {} waits with blocks", request.id));
         }
         Ok(())
     }

@@ -64,7 +64,7 @@ pub(super) struct Pass {
     pub(super) claimed_behind: u32,
     /// Requests in the middle of their prompt when the pass is over.
     pub(super) num_partial_prefills: u32,
-    /// A request that was just admitted grows: nobody gives way to it now.
+    /// A request that was just admitted grows: nobody who runs gives way to it now.
     pub(super) is_admitting: bool,
 }
 
@@ -73,8 +73,8 @@ pub(super) struct Pass {
 pub(super) struct Head {
     pub(super) order: Order,
     pub(super) num_blocks: u32,
-    /// Tokens that it starts with; 0 while something else keeps it from starting.
-    pub(super) num_tokens: u32,
+    /// Whether it is let in before those behind it grow; otherwise it waits for seats or blocks.
+    pub(super) may_start: bool,
 }
 
 /// How a sequence may grow now.
@@ -158,6 +158,11 @@ impl Scheduler {
         let mut at = 0;
         while at < self.running.len() && pass.budget > 0 {
             let slot = self.running[at];
+            if let Some(head) = self.head_before(pass, slot).filter(|head| head.may_start) {
+                self.admit_head(pass, head);
+                at = self.running.partition_point(|&other| self.request(other).order <= head.order);
+                continue;
+            }
             if self.manager.has_moves() && !self.request(slot).is_held {
                 self.place_moves(slot);
             }
@@ -223,7 +228,7 @@ impl Scheduler {
                 hits.clear();
             }
             let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
-            let budget = self.budget_for(pass, slot);
+            let budget = pass.budget;
             let num_new = self.chunk(start, want.target, budget);
             if num_new == 0 {
                 break None;

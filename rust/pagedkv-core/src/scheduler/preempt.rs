@@ -14,7 +14,7 @@ impl Scheduler {
     /// request, or will be when plans in flight and transfers end. Answers whether to try again; if not, the blocks are
     /// reserved for the request that needs them.
     pub(super) fn make_room(&mut self, slot: u32, needed: u32, pass: &mut Pass) -> bool {
-        if pass.reserved > 0 || pass.is_admitting {
+        if pass.reserved > 0 {
             return false;
         }
         let own = needed;
@@ -31,8 +31,15 @@ impl Scheduler {
             }
             let pool = self.manager.pool();
             let will_have_room = needed <= pool.num_available() + pool.num_fenced();
-            let victim = self.last_behind(order).or_else(|| self.last_held(slot)).filter(|_| !will_have_room);
-            let Some(victim) = victim else {
+            let victim = if pass.is_admitting {
+                self.gives_blocks(slot)
+            } else {
+                self.last_behind(order).or_else(|| self.last_held(slot))
+            };
+            let Some(victim) = victim.filter(|_| !will_have_room) else {
+                if pass.is_admitting {
+                    return false;
+                }
                 // Whoever waits behind a request that is still to be admitted must not keep it out.
                 pass.reserved += if for_head > 0 { 0 } else { needed };
                 return false;
@@ -50,7 +57,7 @@ impl Scheduler {
         if let (Some(head), Some((order, slot))) = (pass.head, first)
             && head.order == order
         {
-            let (num_blocks, ..) = self.admission_needs(slot, self.limits.max_num_batched_tokens);
+            let (num_blocks, _) = self.admission_needs(slot, self.limits.max_num_batched_tokens);
             pass.head = Some(Head { num_blocks, ..head });
         }
     }
@@ -65,7 +72,7 @@ impl Scheduler {
         }
         let num_seats = self.request(slot).num_seats();
         loop {
-            let (needed, num_tokens, is_partial) = self.admission_needs(slot, pass.budget);
+            let (needed, is_partial) = self.admission_needs(slot, pass.budget);
             let pool = self.manager.pool();
             let may_start = !is_partial || self.num_partial_prefills() < self.limits.max_num_partial_prefills;
             let will_have_seats = num_seats <= self.seats.num_coming();
@@ -80,8 +87,7 @@ impl Scheduler {
             let Some(victim) = victim else {
                 let may_start =
                     may_start && num_seats <= self.seats.num_free() && needed <= self.manager.pool().num_available();
-                pass.head =
-                    Some(Head { order, num_blocks: needed, num_tokens: if may_start { num_tokens } else { 0 } });
+                pass.head = Some(Head { order, num_blocks: needed, may_start });
                 return;
             };
             self.preempt(victim);
@@ -111,10 +117,10 @@ impl Scheduler {
         [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
     }
 
-    /// Whoever gives blocks to the first waiting request: those behind it that wait with some, and held ones where nobody
+    /// Whoever gives blocks to the first waiting request, or to one that is just let in: those behind it that wait with some, and held ones where nobody
     /// else runs.
     pub(super) fn gives_blocks(&self, slot: u32) -> Option<u32> {
-        let runs = || self.running.iter().any(|&other| !self.request(other).is_held);
+        let runs = || self.running.iter().any(|&other| other != slot && !self.request(other).is_held);
         let keeper = self.last_keeper_behind(self.request(slot).order);
         keeper.or_else(|| if runs() { None } else { self.last_held(slot) })
     }
@@ -137,18 +143,13 @@ impl Scheduler {
         self.head_before(pass, slot).map_or(0, |head| head.num_blocks)
     }
 
-    /// Tokens that a running request may take.
-    pub(super) fn budget_for(&self, pass: &Pass, slot: u32) -> u32 {
-        let for_head = self.head_before(pass, slot).map_or(0, |head| head.num_tokens);
-        pass.budget.saturating_sub(for_head)
-    }
-
     /// Where to count what a running request still needs.
     pub(super) fn claims<'a>(&self, pass: &'a mut Pass, slot: u32) -> &'a mut u32 {
         if self.head_before(pass, slot).is_some() { &mut pass.claimed_behind } else { &mut pass.claimed }
     }
 
-    fn head_before(&self, pass: &Pass, slot: u32) -> Option<Head> {
+    /// The first waiting request, if it comes before a running one.
+    pub(super) fn head_before(&self, pass: &Pass, slot: u32) -> Option<Head> {
         pass.head.filter(|head| self.request(slot).order > head.order)
     }
 
@@ -253,6 +254,9 @@ impl Scheduler {
             self.request_mut(slot).samples[sample].sequence = kept as u32;
         } else if sequence != NONE {
             self.manager.remove(sequence as usize);
+        }
+        if self.request(slot).is_keeper {
+            self.note_keeper(slot);
         }
         if is_over {
             // What a gang kept for samples that ended before.

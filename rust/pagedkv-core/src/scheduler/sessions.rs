@@ -55,6 +55,10 @@ impl Scheduler {
         }
         self.requests[slot as usize] = Some(request);
         self.note_keeper(slot);
+        if self.request(slot).is_keeper {
+            // What a session kept goes on with the other samples: together they are computed again.
+            self.forget_swapped(slot);
+        }
         self.queue(slot);
         Ok(())
     }
@@ -171,6 +175,8 @@ impl Scheduler {
         request.due_at = u64::MAX;
         let found = &mut request.samples[sample];
         (found.finish, found.is_kept) = (None, false);
+        // Guesses at what would have followed the turn before.
+        found.drafts.clear();
         (found.turn_start, found.max_tokens, found.num_outputs) = (turn_start, max_tokens, 0);
     }
 

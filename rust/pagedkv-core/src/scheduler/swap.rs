@@ -91,11 +91,6 @@ impl Scheduler {
     /// Finds how a request that was swapped out can come back; `None`, and its record is gone, if nothing is left of it.
     pub(super) fn find_way_back(&mut self, slot: u32) -> Option<Readmission> {
         self.request(slot).swapped.as_ref()?;
-        if self.request(slot).is_keeper {
-            // A sample that a session kept goes on with the others: together they are computed again.
-            self.forget_swapped(slot);
-            return None;
-        }
         // Whoever leads now may have had no sequence yet.
         let leader = self.request(slot).leader();
         self.ensure_sequence(slot, leader);

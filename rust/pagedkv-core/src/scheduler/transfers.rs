@@ -222,6 +222,9 @@ impl Scheduler {
         for request in self.requests.iter().flatten() {
             let record = request.swapped.iter().flat_map(|swapped| &swapped.record.blocks);
             record.filter_map(|block| block.host).for_each(|block| owners[block.get() as usize] += 1);
+            if request.is_keeper && request.swapped.is_some() {
+                return broken(format!("request {} waits with blocks, and has some in the host tier", request.id));
+            }
             let is_under_way = request.transfer.is_none_or(|id| self.transfers.find(id).is_some());
             if !is_under_way || request.arrivals.is_empty() != (request.transfer.is_none() || request.is_waiting()) {
                 return broken(format!("request {} waits for a transfer that ended, or for none", request.id));

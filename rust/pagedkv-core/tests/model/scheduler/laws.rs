@@ -117,7 +117,10 @@ impl SchedulerModel {
             let is_kept_out = self.requests.iter().all(|request| request.is_held);
             assert_eq!(plan.waits_for_transfers(), self.has_transfers() && !is_kept_out);
             let waits = plan.blocked_on().is_some() || plan.waits_for_transfers();
-            assert!(waits || is_kept_out || self.sessions_keep_blocks(), "an empty plan while there is work, and nothing to wait for");
+            assert!(
+                waits || is_kept_out || self.sessions_keep_blocks(),
+                "an empty plan while there is work, and nothing to wait for"
+            );
             let is_in_flight = |plan: &PlanId| self.in_flight().contains(plan);
             assert!(plan.blocked_on().as_ref().is_none_or(is_in_flight), "{:?} is not in flight", plan.blocked_on());
             self.events.note(if waits { "blocked plans" } else { "plans that wait for sessions" }, 1);
@@ -132,7 +135,9 @@ impl SchedulerModel {
             return;
         }
         let oldest = self.requests.iter().find(|request| !request.is_held);
-        if let (Some(oldest), true) = (oldest, self.plans.is_empty() && !self.has_transfers() && !self.sessions_keep_blocks()) {
+        if let (Some(oldest), true) =
+            (oldest, self.plans.is_empty() && !self.has_transfers() && !self.sessions_keep_blocks())
+        {
             let progresses = entries.iter().any(|entry| entry.handle == oldest.handle);
             assert!(progresses, "the oldest request waits, and no plan is in flight");
         }

@@ -37,6 +37,7 @@ impl Request {
         self.is_resident = false;
         self.residence += 1;
         self.has_parted = true;
+        (self.swapped, self.transfer) = (None, None);
         self.samples.iter_mut().for_each(|sample| sample.row = None);
     }
 
@@ -198,7 +199,7 @@ impl SchedulerModel {
         request.times.num_prompt += num_new as u64;
         request.has_parted = request.is_keeper();
         // Nothing of what was out is a part of this turn, or can be told from what the others keep.
-        if resting.is_some() || request.has_parted {
+        if request.has_parted {
             request.swapped = None;
         }
         self.requests.push(request);
@@ -214,7 +215,8 @@ impl SchedulerModel {
             let (expected, found) = (String::new(), String::new());
             return Some(Error::InvalidArgument { argument: "sequence", expected, found });
         }
-        self.is_in_flight(handle).then_some(Error::RequestInFlight(handle))
+        let is_under_way = self.is_in_flight(handle) || request.transfer.is_some();
+        is_under_way.then_some(Error::RequestInFlight(handle))
     }
 
     /// A request that begins where a sample of another one stands.
@@ -268,9 +270,10 @@ impl SchedulerModel {
     }
 
     /// Learns how much of what was kept is left. That is all that plans which committed have computed, up to the last
-    /// token; less where a window was cut, or accepted guesses await their moves.
+    /// token; less where a window was cut, accepted guesses await their moves, or blocks are on their way in.
     pub(crate) fn follow_kept(&mut self, sequences: &[SequenceSnapshot]) {
-        let is_exact = self.limits.lookahead == 0 && self.limits.groups.iter().all(|group| group.window.is_none());
+        let has_windows = self.limits.groups.iter().any(|group| group.window.is_some());
+        let is_exact = self.limits.lookahead == 0 && self.limits.num_host_blocks == 0 && !has_windows;
         for request in self.requests.iter_mut().chain(&mut self.resting) {
             let handle = request.handle;
             for number in 0..request.samples.len() {

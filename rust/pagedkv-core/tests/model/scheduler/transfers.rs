@@ -201,10 +201,7 @@ impl SchedulerModel {
             let transfer = self.transfers.remove(at);
             self.to_repeat.remove(&id);
             self.events.note(if ok { "transfers that succeeded" } else { "transfers that failed" }, 1);
-            if let Some(request) = self.resting.iter_mut().find(|request| request.handle == transfer.handle) {
-                request.transfer = None;
-            }
-            let Some(request) = self.find_mut(transfer.handle) else {
+            let Some(request) = self.find_mut(transfer.handle).filter(|request| request.transfer == Some(id)) else {
                 self.events.note("transfers of requests that had ended", 1);
                 continue;
             };
