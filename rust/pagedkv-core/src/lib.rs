@@ -62,6 +62,7 @@ mod residency;
 pub mod scheduler;
 pub mod stats;
 pub mod step_plan;
+mod table_export;
 mod transfer_fences;
 
 pub use block_list::BlockState;

@@ -14,6 +14,7 @@ use super::{ComputedBlocks, KVCacheManager, Tail, check_identity, check_tokens};
 use crate::error::{Error, Result, invalid, invalid_element};
 use crate::identity::Identity;
 use crate::ids::{BlockId, NO_NODE, SequenceId};
+use crate::table_export::TableExport;
 
 /// What a batch of growths asks for; the arrays have an entry per sequence.
 #[derive(Clone, Copy, Debug, Default)]
@@ -181,17 +182,7 @@ impl KVCacheManager {
         columns: usize,
         out: &mut [i32],
     ) -> Result<()> {
-        let tables = self.tables_of(sequences, group)?;
-        let widest = tables.iter().map(|(table, _)| table.len()).max().unwrap_or(0);
-        if columns < widest || out.len() != columns * tables.len() {
-            let expected = format!("{} rows of at least {widest} columns", tables.len());
-            return invalid("out", expected, format!("{} entries, {columns} columns", out.len()));
-        }
-        for ((table, _), row) in tables.iter().zip(out.chunks_exact_mut(columns.max(1))) {
-            row.fill(0);
-            row.iter_mut().zip(*table).for_each(|(entry, block)| *entry = block.get() as i32);
-        }
-        Ok(())
+        self.tables_of(sequences, group)?.write_rows(columns, out)
     }
 
     /// Writes the block tables of sequences end to end: where each starts, its blocks, and the tokens in its last one.
@@ -207,32 +198,17 @@ impl KVCacheManager {
         indices: &mut [i32],
         last_page_len: &mut [i32],
     ) -> Result<usize> {
-        let tables = self.tables_of(sequences, group)?;
-        let block_size = self.groups[group].block_size;
-        let total = tables.iter().map(|(table, _)| table.len()).sum();
-        check_len("indptr", indptr.len(), tables.len() + 1, false)?;
-        check_len("last_page_len", last_page_len.len(), tables.len(), false)?;
-        if indices.len() < total {
-            return invalid("indices", format!("at least {total} entries"), indices.len());
-        }
-        let mut at = 0;
-        indptr[0] = 0;
-        for (i, (table, seq_len)) in tables.into_iter().enumerate() {
-            indices[at..].iter_mut().zip(table).for_each(|(out, block)| *out = block.get() as i32);
-            at += table.len();
-            indptr[i + 1] = at as i32;
-            last_page_len[i] = seq_len.checked_sub(1).map_or(0, |last| (last % block_size + 1) as i32);
-        }
-        Ok(total)
+        self.tables_of(sequences, group)?.write_csr(indptr, indices, last_page_len)
     }
 
-    fn tables_of(&self, sequences: &[SequenceId], group: usize) -> Result<Vec<(&[BlockId], u32)>> {
+    fn tables_of(&self, sequences: &[SequenceId], group: usize) -> Result<TableExport<'_>> {
         self.check_group(group)?;
         let table = |(i, &id)| {
             let sequence = &self.sequences[self.find(id).map_err(|error| in_batch(i, error))?];
             Ok((sequence.tables[group].blocks.as_slice(), sequence.num_scheduled))
         };
-        sequences.iter().enumerate().map(table).collect()
+        let tables = sequences.iter().enumerate().map(table).collect::<Result<_>>()?;
+        Ok(TableExport { tables, block_size: self.groups[group].block_size })
     }
 
     /// The places of sequences that live, each listed once.
