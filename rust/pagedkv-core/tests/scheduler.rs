@@ -1,16 +1,11 @@
 //! What the scheduler does for requests, one behaviour a test.
 
+#[path = "scene/steps.rs"]
+mod steps;
+
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{
-    CacheConfig, Change, Error, FinishReason, Handle, NewRequest, Scheduler, SchedulerConfig, StepPlan, StepResult,
-};
-
-const BLOCK_SIZE: u32 = 4;
-
-fn scheduler(usable_blocks: u32, limits: &SchedulerConfig) -> Scheduler {
-    let cache = CacheConfig { block_size: BLOCK_SIZE, ..CacheConfig::new(usable_blocks + 1) };
-    Scheduler::new(&cache, limits).expect("a valid configuration")
-}
+use pagedkv_core::{Change, Error, FinishReason, Handle, NewRequest, Scheduler, SchedulerConfig, StepPlan};
+use steps::{commit, scheduler, step};
 
 fn plans_in_flight(max_plans_in_flight: u32) -> SchedulerConfig {
     SchedulerConfig { max_plans_in_flight, ..SchedulerConfig::default() }
@@ -23,17 +18,6 @@ fn add(scheduler: &mut Scheduler, request_id: &str, prompt_len: usize, max_token
 fn add_samples(scheduler: &mut Scheduler, n: u32, prompt_len: usize, max_tokens: u32) -> Handle {
     let request = NewRequest { n, ..NewRequest::new("samples", vec![1; prompt_len], max_tokens) };
     scheduler.add_request(request).expect("a request that fits")
-}
-
-fn commit(scheduler: &mut Scheduler, plan: &StepPlan) -> StepResult {
-    let tokens = vec![7; plan.sizes().num_samples as usize];
-    scheduler.commit(plan.id(), &tokens).expect("the oldest plan")
-}
-
-fn step(scheduler: &mut Scheduler) -> (StepPlan, StepResult) {
-    let plan = scheduler.schedule().expect("no plan is in flight");
-    let result = commit(scheduler, &plan);
-    (plan, result)
 }
 
 fn change(row: u32, request_id: &str) -> Change {

@@ -2,6 +2,9 @@
 //!
 //! That abort and finish are legal in every state is what the random worlds of `scheduler_props` do all the time.
 
+#[path = "scene/steps.rs"]
+mod steps;
+
 use std::collections::BTreeMap;
 
 use pagedkv_core::scheduler::{RequestSnapshot, RequestState};
@@ -128,12 +131,10 @@ impl Run {
         }
         assert!(!handles.is_empty() || before.is_empty(), "the plan is empty while there is work");
         self.follow_admissions(&plan, &before);
-        let tokens = vec![3; plan.sizes().num_samples as usize];
-        for ended in self.scheduler.commit(plan.id(), &tokens).expect("the oldest plan").finished {
+        for ended in steps::commit(&mut self.scheduler, &plan).finished {
             let waited = self.now - self.arrival.remove(&ended.handle).expect("it was added");
             assert!(waited <= self.most_steps(), "{:?} took {waited} steps", ended.handle);
         }
-        self.scheduler.check_integrity().expect("the laws hold");
         self.now += 1;
     }
 

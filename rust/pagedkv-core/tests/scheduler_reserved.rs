@@ -1,7 +1,11 @@
 //! Blocks for which a request waits until a plan in flight ends are kept for it.
 
+#[path = "scene/steps.rs"]
+mod steps;
+
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{CacheConfig, NewRequest, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{CacheConfig, NewRequest, Scheduler, SchedulerConfig};
+use steps::commit;
 
 fn scheduler(block_size: u32, usable_blocks: u32, limits: SchedulerConfig) -> Scheduler {
     let cache = CacheConfig { block_size, ..CacheConfig::new(usable_blocks + 1) };
@@ -11,11 +15,6 @@ fn scheduler(block_size: u32, usable_blocks: u32, limits: SchedulerConfig) -> Sc
 fn add(scheduler: &mut Scheduler, request_id: &str, prompt: &[i32], max_tokens: u32) {
     let request = NewRequest::new(request_id, prompt.to_vec(), max_tokens);
     scheduler.add_request(request).expect("a request that fits");
-}
-
-fn commit(scheduler: &mut Scheduler, plan: &StepPlan) {
-    let tokens = vec![7; plan.sizes().num_samples as usize];
-    scheduler.commit(plan.id(), &tokens).expect("the oldest plan");
 }
 
 #[test]

@@ -1,55 +1,19 @@
 //! Sessions, holds and forks, one behaviour a test.
 
+#[path = "scene/steps.rs"]
+mod steps;
+
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{
-    CacheConfig, Change, Error, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan, StepResult,
-};
-
-const BLOCK_SIZE: u32 = 4;
-
-fn scheduler(usable_blocks: u32, limits: &SchedulerConfig) -> Scheduler {
-    let cache = CacheConfig { block_size: BLOCK_SIZE, ..CacheConfig::new(usable_blocks + 1) };
-    Scheduler::new(&cache, limits).expect("a valid configuration")
-}
-
-fn plain(usable_blocks: u32) -> Scheduler {
-    scheduler(usable_blocks, &SchedulerConfig::default())
-}
+use pagedkv_core::{Change, Error, NewRequest, Policy, Scheduler, SchedulerConfig, StepResult};
+use steps::{commit, counting_request, default_scheduler, num_blocks, scheduler, step, steps_to_the_end};
 
 fn session(id: &str, prompt_len: i32, max_tokens: u32) -> NewRequest {
     NewRequest { session: true, ..NewRequest::new(id, (0..prompt_len).collect(), max_tokens) }
 }
 
-fn request(id: &str, first: i32, len: i32, max_tokens: u32) -> NewRequest {
-    NewRequest::new(id, (first..first + len).collect(), max_tokens)
-}
-
-fn commit(scheduler: &mut Scheduler, plan: &StepPlan) -> StepResult {
-    let tokens = vec![7; plan.sizes().num_samples as usize];
-    let result = scheduler.commit(plan.id(), &tokens).expect("the oldest plan");
-    scheduler.check_integrity().expect("the laws hold");
-    result
-}
-
-fn step(scheduler: &mut Scheduler) -> (StepPlan, StepResult) {
-    let plan = scheduler.schedule().expect("no plan is in flight");
-    scheduler.check_integrity().expect("the laws hold");
-    let result = commit(scheduler, &plan);
-    (plan, result)
-}
-
 /// Runs to the end of what there is to do.
 fn run(scheduler: &mut Scheduler) -> Vec<StepResult> {
-    let mut results = Vec::new();
-    while scheduler.num_unfinished_requests() > 0 {
-        results.push(step(scheduler).1);
-        assert!(results.len() < 1000, "nothing ends");
-    }
-    results
-}
-
-fn num_blocks(scheduler: &Scheduler, handle: Handle, sample: u32) -> usize {
-    scheduler.block_table(handle, sample).expect("a live request").map_or(0, <[_]>::len)
+    steps_to_the_end(scheduler, 1000).into_iter().map(|(_, result)| result).collect()
 }
 
 fn num_finished(results: &[StepResult]) -> usize {
@@ -65,7 +29,7 @@ fn finished_session_keeps_the_blocks_of_its_computed_tokens_and_no_seat() {
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     assert_eq!(num_blocks(&scheduler, handle, 0), 2, "8 tokens are computed, the ninth is not");
-    scheduler.add_request(request("r", 50, 4, 1)).unwrap();
+    scheduler.add_request(counting_request("r", 50, 4, 1)).unwrap();
     let (plan, _) = step(&mut scheduler);
     assert_eq!(plan.changes().finished, [Change { row: 0, request_id: "s".into(), sample: 0 }]);
     assert_eq!(plan.i32s(Field::Rows), [0]);
@@ -73,7 +37,7 @@ fn finished_session_keeps_the_blocks_of_its_computed_tokens_and_no_seat() {
 
 #[test]
 fn session_at_rest_is_not_unfinished() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     assert_eq!((scheduler.num_unfinished_requests(), scheduler.num_requests()), (0, (0, 0)));
@@ -81,7 +45,7 @@ fn session_at_rest_is_not_unfinished() {
 
 #[test]
 fn appended_tokens_run_behind_the_last_token_and_nothing_is_computed_twice() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     scheduler.append_tokens(handle, 0, &[90, 91], Some(2)).unwrap();
@@ -94,7 +58,7 @@ fn appended_tokens_run_behind_the_last_token_and_nothing_is_computed_twice() {
 
 #[test]
 fn second_turn_counts_its_tokens_anew_and_reports_its_end_again() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     assert_eq!(num_finished(&run(&mut scheduler)), 1);
     scheduler.append_tokens(handle, 0, &[9], None).unwrap();
@@ -105,7 +69,7 @@ fn second_turn_counts_its_tokens_anew_and_reports_its_end_again() {
 
 #[test]
 fn turn_without_new_tokens_goes_on_from_the_last_one() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     scheduler.append_tokens(handle, 0, &[], Some(1)).unwrap();
@@ -114,7 +78,7 @@ fn turn_without_new_tokens_goes_on_from_the_last_one() {
 
 #[test]
 fn freed_session_gives_its_blocks_back_and_is_unknown() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     scheduler.free(handle, None).unwrap();
@@ -124,7 +88,7 @@ fn freed_session_gives_its_blocks_back_and_is_unknown() {
 
 #[test]
 fn aborted_session_gives_its_blocks_back_with_the_next_step() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     scheduler.abort(handle, None).unwrap();
@@ -135,25 +99,25 @@ fn aborted_session_gives_its_blocks_back_with_the_next_step() {
 
 #[test]
 fn request_id_of_a_session_at_rest_is_taken() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
-    assert_eq!(scheduler.add_request(request("s", 0, 1, 1)), Err(Error::DuplicateRequest("s".into())));
+    assert_eq!(scheduler.add_request(counting_request("s", 0, 1, 1)), Err(Error::DuplicateRequest("s".into())));
     scheduler.free(handle, None).unwrap();
-    assert!(scheduler.add_request(request("s", 0, 1, 1)).is_ok());
+    assert!(scheduler.add_request(counting_request("s", 0, 1, 1)).is_ok());
 }
 
 #[test]
 fn append_to_a_finished_request_that_is_no_session_names_an_unknown_handle() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 1)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 1)).unwrap();
     run(&mut scheduler);
     assert_eq!(scheduler.append_tokens(handle, 0, &[1], None), Err(Error::UnknownHandle(handle)));
 }
 
 #[test]
 fn append_to_a_running_session_is_refused() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     step(&mut scheduler);
     let refused = scheduler.append_tokens(handle, 0, &[1], None);
@@ -162,7 +126,7 @@ fn append_to_a_running_session_is_refused() {
 
 #[test]
 fn append_to_a_session_that_a_plan_in_flight_names_is_refused() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     let plan = scheduler.schedule().unwrap();
     scheduler.finish(handle, 0).unwrap();
@@ -173,7 +137,7 @@ fn append_to_a_session_that_a_plan_in_flight_names_is_refused() {
 
 #[test]
 fn append_that_can_never_fit_is_refused_and_changes_nothing() {
-    let mut scheduler = plain(4);
+    let mut scheduler = default_scheduler(4);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     let refused = scheduler.append_tokens(handle, 0, &[1; 4], Some(5));
@@ -194,7 +158,7 @@ fn append_beyond_the_longest_sequence_is_refused() {
 
 #[test]
 fn each_sample_of_a_session_goes_on_by_itself() {
-    let mut scheduler = plain(16);
+    let mut scheduler = default_scheduler(16);
     let handle = scheduler.add_request(NewRequest { n: 2, ..session("s", 6, 3) }).unwrap();
     run(&mut scheduler);
     scheduler.append_tokens(handle, 1, &[50], Some(1)).unwrap();
@@ -206,7 +170,7 @@ fn each_sample_of_a_session_goes_on_by_itself() {
 
 #[test]
 fn samples_that_get_tokens_before_the_next_plan_go_on_together() {
-    let mut scheduler = plain(16);
+    let mut scheduler = default_scheduler(16);
     let handle = scheduler.add_request(NewRequest { n: 2, ..session("s", 6, 3) }).unwrap();
     run(&mut scheduler);
     scheduler.append_tokens(handle, 1, &[50], Some(2)).unwrap();
@@ -219,7 +183,7 @@ fn samples_that_get_tokens_before_the_next_plan_go_on_together() {
 
 #[test]
 fn one_sample_is_freed_and_the_other_kept() {
-    let mut scheduler = plain(16);
+    let mut scheduler = default_scheduler(16);
     let handle = scheduler.add_request(NewRequest { n: 2, ..session("s", 6, 3) }).unwrap();
     run(&mut scheduler);
     scheduler.free(handle, Some(0)).unwrap();
@@ -234,7 +198,7 @@ fn next_turn_waits_behind_requests_that_came_before_it() {
     let mut scheduler = scheduler(16, &limits);
     let handle = scheduler.add_request(session("s", 6, 1)).unwrap();
     run(&mut scheduler);
-    let other = scheduler.add_request(request("r", 50, 4, 1)).unwrap();
+    let other = scheduler.add_request(counting_request("r", 50, 4, 1)).unwrap();
     scheduler.append_tokens(handle, 0, &[1], None).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [other.get()]);
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [handle.get()]);
@@ -242,10 +206,10 @@ fn next_turn_waits_behind_requests_that_came_before_it() {
 
 #[test]
 fn blocks_of_resting_sessions_keep_a_request_out_until_they_are_freed() {
-    let mut scheduler = plain(4);
+    let mut scheduler = default_scheduler(4);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
-    scheduler.add_request(request("r", 50, 10, 3)).unwrap();
+    scheduler.add_request(counting_request("r", 50, 10, 3)).unwrap();
     let (plan, _) = step(&mut scheduler);
     assert_eq!((plan.sizes().num_sequences, plan.blocked_on()), (0, None));
     assert_eq!(scheduler.num_resting(), (1, 2));
@@ -255,10 +219,10 @@ fn blocks_of_resting_sessions_keep_a_request_out_until_they_are_freed() {
 
 #[test]
 fn waiting_turn_gives_its_blocks_to_a_request_that_comes_before_it() {
-    let mut scheduler = plain(4);
+    let mut scheduler = default_scheduler(4);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
-    let other = scheduler.add_request(request("r", 50, 10, 3)).unwrap();
+    let other = scheduler.add_request(counting_request("r", 50, 10, 3)).unwrap();
     scheduler.append_tokens(handle, 0, &[1], None).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [other.get()]);
     let results = run(&mut scheduler);
@@ -268,7 +232,7 @@ fn waiting_turn_gives_its_blocks_to_a_request_that_comes_before_it() {
 
 #[test]
 fn rolled_back_admission_of_a_turn_keeps_its_blocks() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 3)).unwrap();
     run(&mut scheduler);
     scheduler.append_tokens(handle, 0, &[1, 2], None).unwrap();
@@ -296,7 +260,7 @@ fn sample_that_ends_while_a_plan_behind_is_in_flight_keeps_what_is_committed() {
 
 #[test]
 fn session_of_beams_is_refused() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let refused = scheduler.add_request(NewRequest { n: 2, needs_commit: true, ..session("s", 6, 3) });
     assert!(matches!(refused, Err(Error::Unsupported(_))), "{refused:?}");
 }
@@ -307,7 +271,7 @@ fn session_of_beams_is_refused() {
 fn held_request_is_passed_over_and_keeps_its_place() {
     let limits = SchedulerConfig { max_num_seqs: 1, ..SchedulerConfig::default() };
     let mut scheduler = scheduler(8, &limits);
-    let [a, b, c] = ["a", "b", "c"].map(|id| scheduler.add_request(request(id, 0, 4, 1)).unwrap());
+    let [a, b, c] = ["a", "b", "c"].map(|id| scheduler.add_request(counting_request(id, 0, 4, 1)).unwrap());
     scheduler.hold(a).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [b.get()]);
     scheduler.release(a).unwrap();
@@ -317,8 +281,8 @@ fn held_request_is_passed_over_and_keeps_its_place() {
 
 #[test]
 fn held_running_request_keeps_its_blocks_and_is_not_planned() {
-    let mut scheduler = plain(8);
-    let [a, b] = [0, 50].map(|first| scheduler.add_request(request(&first.to_string(), first, 5, 9)).unwrap());
+    let mut scheduler = default_scheduler(8);
+    let [a, b] = [0, 50].map(|first| scheduler.add_request(counting_request(&first.to_string(), first, 5, 9)).unwrap());
     step(&mut scheduler);
     scheduler.hold(a).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [b.get()]);
@@ -329,8 +293,8 @@ fn held_running_request_keeps_its_blocks_and_is_not_planned() {
 
 #[test]
 fn held_request_gives_blocks_to_one_behind_it_that_finds_none() {
-    let mut scheduler = plain(4);
-    let [a, b] = [0, 50].map(|first| scheduler.add_request(request(&first.to_string(), first, 7, 6)).unwrap());
+    let mut scheduler = default_scheduler(4);
+    let [a, b] = [0, 50].map(|first| scheduler.add_request(counting_request(&first.to_string(), first, 7, 6)).unwrap());
     step(&mut scheduler);
     scheduler.hold(a).unwrap();
     step(&mut scheduler);
@@ -344,7 +308,7 @@ fn held_request_gives_blocks_to_one_behind_it_that_finds_none() {
 fn held_requests_give_seats_to_one_that_waits_where_nobody_else_runs() {
     let limits = SchedulerConfig { max_num_seqs: 1, ..SchedulerConfig::default() };
     let mut scheduler = scheduler(8, &limits);
-    let [a, b] = [0, 50].map(|first| scheduler.add_request(request(&first.to_string(), first, 5, 2)).unwrap());
+    let [a, b] = [0, 50].map(|first| scheduler.add_request(counting_request(&first.to_string(), first, 5, 2)).unwrap());
     step(&mut scheduler);
     scheduler.hold(a).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [b.get()]);
@@ -352,8 +316,8 @@ fn held_requests_give_seats_to_one_that_waits_where_nobody_else_runs() {
 
 #[test]
 fn plan_is_empty_and_blocked_on_nothing_when_every_request_is_held() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 4, 1)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 4, 1)).unwrap();
     scheduler.hold(handle).unwrap();
     let (plan, _) = step(&mut scheduler);
     assert_eq!((plan.sizes().num_sequences, plan.blocked_on()), (0, None));
@@ -361,8 +325,9 @@ fn plan_is_empty_and_blocked_on_nothing_when_every_request_is_held() {
 
 #[test]
 fn held_request_may_be_aborted() {
-    let mut scheduler = plain(8);
-    let handles = [0, 50].map(|first| scheduler.add_request(request(&first.to_string(), first, 5, 2)).unwrap());
+    let mut scheduler = default_scheduler(8);
+    let handles =
+        [0, 50].map(|first| scheduler.add_request(counting_request(&first.to_string(), first, 5, 2)).unwrap());
     scheduler.hold(handles[1]).unwrap();
     step(&mut scheduler);
     scheduler.hold(handles[0]).unwrap();
@@ -373,7 +338,7 @@ fn held_request_may_be_aborted() {
 
 #[test]
 fn tokens_for_a_held_session_wait_for_its_release() {
-    let mut scheduler = plain(8);
+    let mut scheduler = default_scheduler(8);
     let handle = scheduler.add_request(session("s", 6, 1)).unwrap();
     run(&mut scheduler);
     scheduler.hold(handle).unwrap();
@@ -385,8 +350,8 @@ fn tokens_for_a_held_session_wait_for_its_release() {
 
 #[test]
 fn hold_of_a_request_that_ended_names_an_unknown_handle() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 4, 1)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 4, 1)).unwrap();
     run(&mut scheduler);
     assert_eq!(scheduler.hold(handle), Err(Error::UnknownHandle(handle)));
 }
@@ -395,9 +360,9 @@ fn hold_of_a_request_that_ended_names_an_unknown_handle() {
 fn held_request_that_is_more_urgent_does_not_keep_others_waiting() {
     let limits = SchedulerConfig { max_num_seqs: 1, policy: Policy::Priority, ..SchedulerConfig::default() };
     let mut scheduler = scheduler(8, &limits);
-    let low = scheduler.add_request(NewRequest { priority: 2, ..request("low", 0, 4, 3) }).unwrap();
+    let low = scheduler.add_request(NewRequest { priority: 2, ..counting_request("low", 0, 4, 3) }).unwrap();
     step(&mut scheduler);
-    let high = scheduler.add_request(NewRequest { priority: 1, ..request("high", 50, 4, 3) }).unwrap();
+    let high = scheduler.add_request(NewRequest { priority: 1, ..counting_request("high", 50, 4, 3) }).unwrap();
     scheduler.hold(high).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [low.get()]);
     scheduler.release(high).unwrap();

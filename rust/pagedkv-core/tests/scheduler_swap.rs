@@ -1,11 +1,11 @@
 //! Preemption by swap to a host tier, one behaviour a test.
 
-use pagedkv_core::step_plan::Field;
-use pagedkv_core::{
-    CacheConfig, Error, Handle, NewRequest, PreemptionMode, Scheduler, SchedulerConfig, StepPlan, StepResult,
-};
+#[path = "scene/steps.rs"]
+mod steps;
 
-const BLOCK_SIZE: u32 = 4;
+use pagedkv_core::step_plan::Field;
+use pagedkv_core::{CacheConfig, Error, Handle, NewRequest, PreemptionMode, Scheduler, SchedulerConfig, StepPlan};
+use steps::{BLOCK_SIZE, commit};
 
 fn scheduler(usable_blocks: u32, num_host_blocks: u32, max_plans_in_flight: u32) -> Scheduler {
     let cache = CacheConfig { block_size: BLOCK_SIZE, num_host_blocks, ..CacheConfig::new(usable_blocks + 1) };
@@ -24,11 +24,6 @@ fn add_samples(scheduler: &mut Scheduler, request_id: &str, prompt_len: i32, max
     let prompt = (first..first + prompt_len).collect();
     let request = NewRequest { n, ..NewRequest::new(request_id, prompt, max_tokens) };
     scheduler.add_request(request).expect("a request that fits")
-}
-
-fn commit(scheduler: &mut Scheduler, plan: &StepPlan) -> StepResult {
-    let tokens = vec![7; plan.sizes().num_samples as usize];
-    scheduler.commit(plan.id(), &tokens).expect("the oldest plan")
 }
 
 fn step(scheduler: &mut Scheduler) -> StepPlan {

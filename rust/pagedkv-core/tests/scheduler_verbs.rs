@@ -1,58 +1,16 @@
 //! Forks of requests, limits that change, explanations and snapshots, one behaviour a test.
 
+#[path = "scene/steps.rs"]
+mod steps;
+
 use pagedkv_core::scheduler::RequestState;
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{
-    BlockState, CacheConfig, Error, Handle, LimitsUpdate, NewRequest, Policy, Reason, Scheduler, SchedulerConfig,
-    StepPlan, StepResult,
-};
-
-const BLOCK_SIZE: u32 = 4;
-
-fn scheduler(usable_blocks: u32, limits: &SchedulerConfig) -> Scheduler {
-    let cache = CacheConfig { block_size: BLOCK_SIZE, ..CacheConfig::new(usable_blocks + 1) };
-    Scheduler::new(&cache, limits).expect("a valid configuration")
-}
-
-fn plain(usable_blocks: u32) -> Scheduler {
-    scheduler(usable_blocks, &SchedulerConfig::default())
-}
-
-fn request(id: &str, first: i32, len: i32, max_tokens: u32) -> NewRequest {
-    NewRequest::new(id, (first..first + len).collect(), max_tokens)
-}
+use pagedkv_core::{BlockState, Error, Handle, LimitsUpdate, NewRequest, Policy, Reason, Scheduler, SchedulerConfig};
+use steps::{counting_request, default_scheduler, num_blocks, run_to_the_end, scheduler, step};
 
 /// What comes behind the tokens of a sample.
 fn behind(id: &str, ids: &[i32], max_tokens: u32) -> NewRequest {
     NewRequest::new(id, ids.to_vec(), max_tokens)
-}
-
-fn commit(scheduler: &mut Scheduler, plan: &StepPlan) -> StepResult {
-    let tokens = vec![7; plan.sizes().num_samples as usize];
-    let result = scheduler.commit(plan.id(), &tokens).expect("the oldest plan");
-    scheduler.check_integrity().expect("the laws hold");
-    result
-}
-
-fn step(scheduler: &mut Scheduler) -> (StepPlan, StepResult) {
-    let plan = scheduler.schedule().expect("no plan is in flight");
-    scheduler.check_integrity().expect("the laws hold");
-    let result = commit(scheduler, &plan);
-    (plan, result)
-}
-
-fn run(scheduler: &mut Scheduler) {
-    for _ in 0..1000 {
-        if scheduler.num_unfinished_requests() == 0 {
-            return;
-        }
-        step(scheduler);
-    }
-    panic!("nothing ends");
-}
-
-fn num_blocks(scheduler: &Scheduler, handle: Handle) -> usize {
-    scheduler.block_table(handle, 0).expect("a live request").map_or(0, <[_]>::len)
 }
 
 fn reason(scheduler: &mut Scheduler, handle: Handle) -> Reason {
@@ -63,19 +21,19 @@ fn reason(scheduler: &mut Scheduler, handle: Handle) -> Reason {
 
 #[test]
 fn fork_shares_the_blocks_of_a_running_request_and_takes_none() {
-    let mut scheduler = plain(8);
-    let parent = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     step(&mut scheduler);
     let before = scheduler.manager().pool().num_held();
     let fork = scheduler.fork(parent, 0, behind("fork", &[], 2)).unwrap();
     assert_eq!(scheduler.manager().pool().num_held(), before);
-    assert_eq!(num_blocks(&scheduler, fork), 2);
+    assert_eq!(num_blocks(&scheduler, fork, 0), 2);
 }
 
 #[test]
 fn fork_copies_the_last_block_that_is_not_full_before_it_writes() {
-    let mut scheduler = plain(8);
-    let parent = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     step(&mut scheduler);
     let fork = scheduler.fork(parent, 0, behind("fork", &[90, 91], 2)).unwrap();
     let (plan, _) = step(&mut scheduler);
@@ -83,26 +41,26 @@ fn fork_copies_the_last_block_that_is_not_full_before_it_writes() {
     assert_eq!(plan.i32s(Field::Positions), [6, 6, 7, 8]);
     assert_eq!(plan.i32s(Field::TokenIds), [7, 7, 90, 91]);
     assert_eq!(plan.i32s(Field::Copies).len() / 2, 1);
-    run(&mut scheduler);
+    run_to_the_end(&mut scheduler, 1000);
     assert!(scheduler.manager().usage().abs() < 1e-9);
 }
 
 #[test]
 fn fork_of_a_finished_session_leaves_the_session_as_it_is() {
-    let mut scheduler = plain(16);
-    let parent = scheduler.add_request(NewRequest { session: true, ..request("s", 0, 6, 3) }).unwrap();
-    run(&mut scheduler);
+    let mut scheduler = default_scheduler(16);
+    let parent = scheduler.add_request(NewRequest { session: true, ..counting_request("s", 0, 6, 3) }).unwrap();
+    run_to_the_end(&mut scheduler, 1000);
     let fork = scheduler.fork(parent, 0, behind("fork", &[50], 2)).unwrap();
     assert_eq!(step(&mut scheduler).0.i64s(Field::Handles), [fork.get()]);
-    run(&mut scheduler);
+    run_to_the_end(&mut scheduler, 1000);
     scheduler.append_tokens(parent, 0, &[60], Some(1)).unwrap();
     assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [8, 9]);
 }
 
 #[test]
 fn fork_outlives_its_parent() {
-    let mut scheduler = plain(8);
-    let parent = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     step(&mut scheduler);
     scheduler.fork(parent, 0, behind("fork", &[], 2)).unwrap();
     scheduler.abort(parent, None).unwrap();
@@ -111,8 +69,8 @@ fn fork_outlives_its_parent() {
 
 #[test]
 fn fork_of_several_samples_computes_what_is_new_once() {
-    let mut scheduler = plain(16);
-    let parent = scheduler.add_request(request("r", 0, 6, 9)).unwrap();
+    let mut scheduler = default_scheduler(16);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 9)).unwrap();
     step(&mut scheduler);
     scheduler.hold(parent).unwrap();
     scheduler.fork(parent, 0, NewRequest { n: 3, ..behind("fork", &[50, 51], 2) }).unwrap();
@@ -123,8 +81,8 @@ fn fork_of_several_samples_computes_what_is_new_once() {
 
 #[test]
 fn fork_of_a_request_in_flight_is_refused() {
-    let mut scheduler = plain(8);
-    let parent = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     scheduler.schedule().unwrap();
     let refused = scheduler.fork(parent, 0, behind("fork", &[], 2));
     assert_eq!(refused, Err(Error::RequestInFlight(parent)));
@@ -132,19 +90,19 @@ fn fork_of_a_request_in_flight_is_refused() {
 
 #[test]
 fn fork_that_can_never_fit_is_refused_and_its_id_stays_free() {
-    let mut scheduler = plain(2);
-    let parent = scheduler.add_request(request("r", 0, 6, 3)).unwrap();
+    let mut scheduler = default_scheduler(2);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 3)).unwrap();
     step(&mut scheduler);
     let refused = scheduler.fork(parent, 0, behind("fork", &[], 3));
     assert_eq!(refused, Err(Error::NeverFits { needed: 3, usable: 2 }));
     assert!(scheduler.fork(parent, 0, behind("fork", &[], 2)).is_ok());
-    run(&mut scheduler);
+    run_to_the_end(&mut scheduler, 1000);
 }
 
 #[test]
 fn fork_with_an_identity_of_its_own_is_refused() {
-    let mut scheduler = plain(8);
-    let parent = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let parent = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     let mut other = behind("fork", &[], 2);
     other.identity.root.lora_id = Some(1);
     let refused = scheduler.fork(parent, 0, other);
@@ -155,16 +113,17 @@ fn fork_with_an_identity_of_its_own_is_refused() {
 
 #[test]
 fn lower_token_budget_holds_from_the_next_step_on() {
-    let mut scheduler = plain(8);
-    scheduler.add_request(request("r", 0, 10, 1)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    scheduler.add_request(counting_request("r", 0, 10, 1)).unwrap();
     scheduler.update_limits(LimitsUpdate { max_num_batched_tokens: Some(4), ..LimitsUpdate::default() }).unwrap();
     assert_eq!(step(&mut scheduler).0.sizes().num_tokens, 4);
 }
 
 #[test]
 fn fewer_seats_let_those_that_sit_stay_and_nobody_else_in() {
-    let mut scheduler = plain(16);
-    let [a, b, c] = [0, 50, 100].map(|first| scheduler.add_request(request(&first.to_string(), first, 4, 2)).unwrap());
+    let mut scheduler = default_scheduler(16);
+    let [a, b, c] =
+        [0, 50, 100].map(|first| scheduler.add_request(counting_request(&first.to_string(), first, 4, 2)).unwrap());
     scheduler.hold(c).unwrap();
     step(&mut scheduler);
     scheduler.release(c).unwrap();
@@ -175,8 +134,8 @@ fn fewer_seats_let_those_that_sit_stay_and_nobody_else_in() {
 
 #[test]
 fn limits_that_would_keep_a_request_from_its_end_are_refused_by_name() {
-    let mut scheduler = plain(16);
-    scheduler.add_request(NewRequest { n: 3, ..request("three", 0, 4, 2) }).unwrap();
+    let mut scheduler = default_scheduler(16);
+    scheduler.add_request(NewRequest { n: 3, ..counting_request("three", 0, 4, 2) }).unwrap();
     let refused = scheduler.update_limits(LimitsUpdate { max_num_seqs: Some(2), ..LimitsUpdate::default() });
     assert_eq!(
         refused.unwrap_err().to_string(),
@@ -191,7 +150,7 @@ fn lookahead_returns_up_to_that_of_the_construction_if_every_request_still_fits(
     let mut scheduler = scheduler(2, &limits);
     let lookahead = |lookahead| LimitsUpdate { lookahead: Some(lookahead), ..LimitsUpdate::default() };
     scheduler.update_limits(lookahead(0)).unwrap();
-    let handle = scheduler.add_request(request("r", 0, 7, 2)).unwrap();
+    let handle = scheduler.add_request(counting_request("r", 0, 7, 2)).unwrap();
     let refused = scheduler.update_limits(lookahead(1));
     assert!(matches!(refused, Err(Error::InvalidArgument { argument: "lookahead", .. })), "{refused:?}");
     scheduler.abort(handle, None).unwrap();
@@ -202,15 +161,15 @@ fn lookahead_returns_up_to_that_of_the_construction_if_every_request_still_fits(
 
 #[test]
 fn requests_are_refused_by_the_new_limits() {
-    let mut scheduler = plain(16);
+    let mut scheduler = default_scheduler(16);
     scheduler.update_limits(LimitsUpdate { max_num_seqs: Some(2), ..LimitsUpdate::default() }).unwrap();
-    let refused = scheduler.add_request(NewRequest { n: 3, ..request("r", 0, 4, 2) });
+    let refused = scheduler.add_request(NewRequest { n: 3, ..counting_request("r", 0, 4, 2) });
     assert!(matches!(refused, Err(Error::InvalidArgument { argument: "n", .. })), "{refused:?}");
 }
 
 #[test]
 fn limits_are_checked_as_at_construction() {
-    let mut scheduler = plain(16);
+    let mut scheduler = default_scheduler(16);
     let refused = scheduler.update_limits(LimitsUpdate { watermark: Some(1.0), ..LimitsUpdate::default() });
     assert!(matches!(refused, Err(Error::InvalidArgument { argument: "watermark", .. })), "{refused:?}");
 }
@@ -219,8 +178,8 @@ fn limits_are_checked_as_at_construction() {
 
 #[test]
 fn request_with_nothing_in_its_way_is_explained_by_what_it_gets() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Ready { num_tokens: 6 });
     step(&mut scheduler);
     let found = scheduler.explain(handle).unwrap();
@@ -236,48 +195,48 @@ fn request_with_nothing_in_its_way_is_explained_by_what_it_gets() {
 #[test]
 fn request_without_a_seat_is_explained_by_seats() {
     let mut scheduler = scheduler(8, &SchedulerConfig { max_num_seqs: 1, ..SchedulerConfig::default() });
-    scheduler.add_request(request("a", 0, 4, 4)).unwrap();
+    scheduler.add_request(counting_request("a", 0, 4, 4)).unwrap();
     step(&mut scheduler);
-    let handle = scheduler.add_request(request("b", 50, 4, 4)).unwrap();
+    let handle = scheduler.add_request(counting_request("b", 50, 4, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Seats { needed: 1, free: 0, fenced: 0 });
-    let last = scheduler.add_request(request("c", 50, 4, 4)).unwrap();
+    let last = scheduler.add_request(counting_request("c", 50, 4, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, last), Reason::Behind { request: handle });
     assert_eq!(scheduler.explain(last).unwrap().num_before, 1);
 }
 
 #[test]
 fn request_without_room_is_explained_by_blocks() {
-    let mut scheduler = plain(4);
-    scheduler.add_request(request("a", 0, 7, 9)).unwrap();
+    let mut scheduler = default_scheduler(4);
+    scheduler.add_request(counting_request("a", 0, 7, 9)).unwrap();
     step(&mut scheduler);
-    let handle = scheduler.add_request(request("b", 50, 12, 4)).unwrap();
+    let handle = scheduler.add_request(counting_request("b", 50, 12, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Blocks { needed: 3, available: 2, fenced: 0, in_sessions: 0 });
 }
 
 #[test]
 fn request_behind_resting_sessions_is_explained_by_their_blocks() {
-    let mut scheduler = plain(4);
-    scheduler.add_request(NewRequest { session: true, ..request("s", 0, 6, 3) }).unwrap();
-    run(&mut scheduler);
-    let handle = scheduler.add_request(request("r", 50, 12, 4)).unwrap();
+    let mut scheduler = default_scheduler(4);
+    scheduler.add_request(NewRequest { session: true, ..counting_request("s", 0, 6, 3) }).unwrap();
+    run_to_the_end(&mut scheduler, 1000);
+    let handle = scheduler.add_request(counting_request("r", 50, 12, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Blocks { needed: 3, available: 2, fenced: 0, in_sessions: 2 });
 }
 
 #[test]
 fn request_whose_blocks_wait_for_a_plan_is_explained_by_the_fenced_ones() {
     let mut scheduler = scheduler(4, &SchedulerConfig { max_plans_in_flight: 2, ..SchedulerConfig::default() });
-    let aborted = scheduler.add_request(request("a", 0, 7, 9)).unwrap();
+    let aborted = scheduler.add_request(counting_request("a", 0, 7, 9)).unwrap();
     scheduler.schedule().unwrap();
     scheduler.abort(aborted, None).unwrap();
-    let handle = scheduler.add_request(request("b", 50, 12, 4)).unwrap();
+    let handle = scheduler.add_request(counting_request("b", 50, 12, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Blocks { needed: 3, available: 2, fenced: 2, in_sessions: 0 });
 }
 
 #[test]
 fn request_without_tokens_of_the_step_is_explained_by_the_budget() {
     let mut scheduler = scheduler(8, &SchedulerConfig { max_num_batched_tokens: 4, ..SchedulerConfig::default() });
-    scheduler.add_request(request("a", 0, 10, 4)).unwrap();
-    let handle = scheduler.add_request(request("b", 50, 4, 4)).unwrap();
+    scheduler.add_request(counting_request("a", 0, 10, 4)).unwrap();
+    let handle = scheduler.add_request(counting_request("b", 50, 4, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::TokenBudget { budget: 4, left: 0 });
 }
 
@@ -286,25 +245,25 @@ fn prefill_beyond_the_limit_is_explained_by_partial_prefills() {
     let limits =
         SchedulerConfig { long_prefill_token_threshold: 4, max_num_partial_prefills: 1, ..SchedulerConfig::default() };
     let mut scheduler = scheduler(16, &limits);
-    scheduler.add_request(request("a", 0, 16, 4)).unwrap();
+    scheduler.add_request(counting_request("a", 0, 16, 4)).unwrap();
     step(&mut scheduler);
-    let handle = scheduler.add_request(request("b", 50, 9, 4)).unwrap();
+    let handle = scheduler.add_request(counting_request("b", 50, 9, 4)).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::PartialPrefills { limit: 1 });
 }
 
 #[test]
 fn held_request_is_explained_by_the_hold() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     scheduler.hold(handle).unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::Held);
 }
 
 #[test]
 fn session_at_rest_is_explained_as_resting() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(NewRequest { session: true, ..request("s", 0, 6, 1) }).unwrap();
-    run(&mut scheduler);
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(NewRequest { session: true, ..counting_request("s", 0, 6, 1) }).unwrap();
+    run_to_the_end(&mut scheduler, 1000);
     let found = scheduler.explain(handle).unwrap();
     assert_eq!((found.state, found.reason, found.num_blocks), (RequestState::Resting, Reason::Resting, 2));
 }
@@ -312,15 +271,15 @@ fn session_at_rest_is_explained_as_resting() {
 #[test]
 fn request_that_waits_for_its_commit_is_explained_by_the_plan() {
     let mut scheduler = scheduler(8, &SchedulerConfig { max_plans_in_flight: 2, ..SchedulerConfig::default() });
-    let handle = scheduler.add_request(NewRequest { needs_commit: true, ..request("r", 0, 6, 4) }).unwrap();
+    let handle = scheduler.add_request(NewRequest { needs_commit: true, ..counting_request("r", 0, 6, 4) }).unwrap();
     let plan = scheduler.schedule().unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::InFlight { plan: plan.id() });
 }
 
 #[test]
 fn every_request_waits_where_as_many_plans_are_in_flight_as_may_be() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     let plan = scheduler.schedule().unwrap();
     assert_eq!(reason(&mut scheduler, handle), Reason::PlansInFlight { oldest: plan.id(), limit: 1 });
 }
@@ -329,27 +288,27 @@ fn every_request_waits_where_as_many_plans_are_in_flight_as_may_be() {
 fn request_behind_a_more_urgent_one_is_explained_by_the_blocks_kept_for_that() {
     let limits = SchedulerConfig { policy: Policy::Priority, max_plans_in_flight: 2, ..SchedulerConfig::default() };
     let mut scheduler = scheduler(6, &limits);
-    let low = scheduler.add_request(NewRequest { priority: 2, ..request("low", 0, 3, 9) }).unwrap();
-    let aborted = scheduler.add_request(NewRequest { priority: 1, ..request("aborted", 50, 12, 9) }).unwrap();
+    let low = scheduler.add_request(NewRequest { priority: 2, ..counting_request("low", 0, 3, 9) }).unwrap();
+    let aborted = scheduler.add_request(NewRequest { priority: 1, ..counting_request("aborted", 50, 12, 9) }).unwrap();
     step(&mut scheduler);
     scheduler.schedule().unwrap();
     scheduler.abort(aborted, None).unwrap();
-    let high = scheduler.add_request(NewRequest { priority: 0, ..request("high", 80, 20, 4) }).unwrap();
+    let high = scheduler.add_request(NewRequest { priority: 0, ..counting_request("high", 80, 20, 4) }).unwrap();
     assert_eq!(reason(&mut scheduler, low), Reason::Reserved { request: high, num_blocks: 5 });
 }
 
 #[test]
 fn explanation_of_a_request_that_ended_names_an_unknown_handle() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 1)).unwrap();
-    run(&mut scheduler);
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 1)).unwrap();
+    run_to_the_end(&mut scheduler, 1000);
     assert_eq!(scheduler.explain(handle), Err(Error::UnknownHandle(handle)));
 }
 
 #[test]
 fn handle_is_found_by_the_id_of_its_request() {
-    let mut scheduler = plain(8);
-    let handle = scheduler.add_request(request("r", 0, 6, 1)).unwrap();
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(counting_request("r", 0, 6, 1)).unwrap();
     assert_eq!((scheduler.inbox().find("r"), scheduler.inbox().find("s")), (Some(handle), None));
 }
 
@@ -358,10 +317,10 @@ fn handle_is_found_by_the_id_of_its_request() {
 #[test]
 fn snapshot_shows_requests_by_state_and_in_order() {
     let mut scheduler = scheduler(16, &SchedulerConfig { max_num_seqs: 2, ..SchedulerConfig::default() });
-    scheduler.add_request(NewRequest { session: true, ..request("rests", 0, 6, 1) }).unwrap();
-    run(&mut scheduler);
+    scheduler.add_request(NewRequest { session: true, ..counting_request("rests", 0, 6, 1) }).unwrap();
+    run_to_the_end(&mut scheduler, 1000);
     for (id, first) in [("runs", 50), ("runs too", 60), ("waits", 70), ("is held", 80), ("waits too", 90)] {
-        scheduler.add_request(request(id, first, 4, 4)).unwrap();
+        scheduler.add_request(counting_request(id, first, 4, 4)).unwrap();
     }
     let held = scheduler.inbox().find("is held").unwrap();
     scheduler.hold(held).unwrap();
@@ -389,8 +348,8 @@ fn snapshot_shows_requests_by_state_and_in_order() {
 
 #[test]
 fn block_map_shows_state_and_holders_of_every_block() {
-    let mut scheduler = plain(3);
-    scheduler.add_request(request("r", 0, 6, 4)).unwrap();
+    let mut scheduler = default_scheduler(3);
+    scheduler.add_request(counting_request("r", 0, 6, 4)).unwrap();
     step(&mut scheduler);
     let map: Vec<_> = scheduler.manager().pool().block_map().collect();
     assert_eq!(map[0], (BlockState::Null, 0));

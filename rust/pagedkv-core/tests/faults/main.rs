@@ -3,6 +3,7 @@
 
 #[path = "../scene/mod.rs"]
 mod scene;
+#[path = "../scene/steps.rs"]
 mod steps;
 
 mod identity;

@@ -1,4 +1,5 @@
-//! What the tests of scheduler faults arrange with: blocks of 4, and a model that samples the token 7.
+//! What the behaviour tests of the scheduler arrange with: blocks of 4, and a model that samples the token 7.
+#![allow(dead_code, reason = "every test crate includes all of it and uses its part")]
 
 use pagedkv_core::step_plan::Field;
 use pagedkv_core::{CacheConfig, Handle, NewRequest, Scheduler, SchedulerConfig, StepPlan, StepResult};
@@ -28,6 +29,11 @@ pub(crate) fn request(id: &str, first: i32, prompt_len: usize, max_tokens: u32) 
     NewRequest::new(id, prompt, max_tokens)
 }
 
+/// A request whose prompt counts up from `first`.
+pub(crate) fn counting_request(id: &str, first: i32, prompt_len: i32, max_tokens: u32) -> NewRequest {
+    NewRequest::new(id, (first..first + prompt_len).collect(), max_tokens)
+}
+
 pub(crate) fn add(scheduler: &mut Scheduler, id: &str, first: i32, prompt_len: usize, max_tokens: u32) -> Handle {
     scheduler.add_request(request(id, first, prompt_len, max_tokens)).expect("a request that fits")
 }
@@ -38,13 +44,15 @@ pub(crate) fn plan(scheduler: &mut Scheduler) -> StepPlan {
 
 pub(crate) fn commit(scheduler: &mut Scheduler, plan: &StepPlan) -> StepResult {
     let tokens = vec![SAMPLED; plan.sizes().num_samples as usize];
-    scheduler.commit(plan.id(), &tokens).expect("the oldest plan")
+    let result = scheduler.commit(plan.id(), &tokens).expect("the oldest plan");
+    check(scheduler);
+    result
 }
 
 pub(crate) fn step(scheduler: &mut Scheduler) -> (StepPlan, StepResult) {
     let plan = plan(scheduler);
-    let result = commit(scheduler, &plan);
     check(scheduler);
+    let result = commit(scheduler, &plan);
     (plan, result)
 }
 
@@ -53,17 +61,27 @@ pub(crate) fn check(scheduler: &Scheduler) {
 }
 
 /// Steps until every request is over; panics after so many steps.
-pub(crate) fn run_to_the_end(scheduler: &mut Scheduler, most_steps: usize) -> Vec<StepPlan> {
-    let mut plans = Vec::new();
+pub(crate) fn steps_to_the_end(scheduler: &mut Scheduler, most_steps: usize) -> Vec<(StepPlan, StepResult)> {
+    let mut steps = Vec::new();
     while scheduler.num_unfinished_requests() > 0 {
-        assert!(plans.len() < most_steps, "the requests are not over after {most_steps} steps");
-        plans.push(step(scheduler).0);
+        assert!(steps.len() < most_steps, "the requests are not over after {most_steps} steps");
+        steps.push(step(scheduler));
     }
-    plans
+    steps
+}
+
+/// The plans of [`steps_to_the_end`].
+pub(crate) fn run_to_the_end(scheduler: &mut Scheduler, most_steps: usize) -> Vec<StepPlan> {
+    steps_to_the_end(scheduler, most_steps).into_iter().map(|(plan, _)| plan).collect()
 }
 
 pub(crate) fn handles(plan: &StepPlan) -> Vec<i64> {
     plan.i64s(Field::Handles).to_vec()
+}
+
+/// Blocks of a live request's sample.
+pub(crate) fn num_blocks(scheduler: &Scheduler, handle: Handle, sample: u32) -> usize {
+    scheduler.block_table(handle, sample).expect("a live request").map_or(0, <[_]>::len)
 }
 
 pub(crate) fn num_tokens(plan: &StepPlan) -> u32 {
