@@ -26,7 +26,9 @@ fn fault_20_prefixes_of_one_hash_are_told_apart_by_their_tokens() {
     let mut cache = PrefixCache::new(2, 7, 32).unwrap();
     let root = cache.hold_root(&RootKey::default());
     let mut blocks = vec![Block::new(BlockState::Free)];
-    for (number, path) in interned_under_one_hash(&mut cache, &mut blocks, root) {
+    let paths = interned_under_one_hash(&mut cache, &mut blocks, root);
+    assert_eq!(cache.num_nodes(), 1 + 2 + 4 + 8, "each prefix is a node of its own");
+    for (number, path) in paths {
         let mut node = root;
         for (depth, expected) in path.into_iter().enumerate() {
             node = cache.child(node, &[number as i32 >> depth & 1; 2], 0).expect("it is interned");

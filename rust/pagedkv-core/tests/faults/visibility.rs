@@ -188,13 +188,16 @@ fn fault_32_a_duplicate_that_is_freed_leaves_the_other_copy_to_be_found() {
 
 #[test]
 fn fault_33_what_a_preempted_request_finds_again_is_no_hit_of_its_prompt() {
-    let mut scheduler = default_scheduler(3);
-    add(&mut scheduler, "old", 1, 3, 8);
-    add(&mut scheduler, "young", 2, 5, 4);
-    let mut finished = Vec::new();
-    for _ in 0..40 {
-        finished.extend(step(&mut scheduler).1.finished);
+    let mut scheduler = default_scheduler(5);
+    add(&mut scheduler, "old", 1, 7, 6);
+    add(&mut scheduler, "young", 2, 9, 8);
+    let (mut finished, mut num_computed) = (Vec::new(), 0);
+    for _ in 0..20 {
+        let (plan, result) = step(&mut scheduler);
+        num_computed += num_tokens(&plan);
+        finished.extend(result.finished);
     }
+    assert!(num_computed < 7 + 5 + 9 + 7 + 9, "the scene is another: nothing was found again");
     let young = finished.iter().find(|finished| finished.request_id == "young").expect("it ends");
     assert_eq!((young.num_preemptions, young.num_cached_tokens), (1, 0));
 }
@@ -231,6 +234,18 @@ fn fault_37_blocks_that_waited_for_a_step_are_reused_tail_first() {
     let mut direct = manager(2, 4);
     cache(&mut direct, &[0; 8]);
     assert_eq!(order_of_reuse(&mut waited, 4), order_of_reuse(&mut direct, 4));
+}
+
+#[test]
+fn fault_37_prefixes_that_waited_for_the_same_step_are_reused_in_the_order_of_their_release() {
+    let mut manager = manager(2, 4);
+    let sequences = [1, 2].map(|first| create(&mut manager, &[first; 4]));
+    let running = manager.begin_plan();
+    sequences.iter().for_each(|&sequence| drop(grow(&mut manager, sequence, 4).expect("there is room")));
+    sequences.iter().for_each(|&sequence| manager.free(sequence).unwrap());
+    manager.commit(running).unwrap();
+    order_of_reuse(&mut manager, 2);
+    assert_eq!([1, 2].map(|first| hits(&mut manager, &[first; 5])), [0, 4]);
 }
 
 #[test]

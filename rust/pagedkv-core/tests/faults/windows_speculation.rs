@@ -1,10 +1,11 @@
 //! Guesses that were wrong, and lengths at their limits.
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{NewRequest, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{CacheConfig, GroupSpec, Handle, NULL_BLOCK, NewRequest, Scheduler, SchedulerConfig, StepPlan};
 
 use crate::steps::{
-    SAMPLED, add, assert_empty, check, commit, handles, num_tokens, plan, preempted, run_to_the_end, scheduler, step,
+    BLOCK_SIZE, SAMPLED, add, assert_empty, check, commit, handles, num_tokens, plan, preempted, run_to_the_end,
+    scheduler, step,
 };
 
 fn speculating(usable_blocks: u32) -> Scheduler {
@@ -25,7 +26,7 @@ fn draft(scheduler: &mut Scheduler, row: i32, ids: &[i32]) {
 #[test]
 fn fault_43_both_ends_of_a_plan_agree_on_the_number_of_blocks() {
     for prompt_len in 14..19 {
-        let cache = pagedkv_core::CacheConfig::new(64);
+        let cache = CacheConfig::new(64);
         let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
         add(&mut scheduler, "r", 1, prompt_len, 4);
         let plan = plan(&mut scheduler);
@@ -114,4 +115,111 @@ fn fault_46_a_prompt_of_the_longest_length_samples_its_one_token() {
     let first = plan(&mut scheduler);
     assert_eq!(commit(&mut scheduler, &first).finished.len(), 1);
     assert_empty(&scheduler);
+}
+
+// --- windows
+
+/// Groups with these windows, of one layer each.
+fn with_windows(usable_blocks: u32, windows: &[Option<u32>], max_plans_in_flight: u32) -> Scheduler {
+    let group = |(layer, &sliding_window): (usize, &Option<u32>)| GroupSpec {
+        layers: vec![layer as u32],
+        sliding_window,
+        ..GroupSpec::new(1, 1, 8, "float32")
+    };
+    let groups = windows.iter().enumerate().map(group).collect();
+    let cache = CacheConfig { block_size: BLOCK_SIZE, groups, ..CacheConfig::new(usable_blocks + 1) };
+    let limits = SchedulerConfig { lookahead: 8, max_plans_in_flight, ..SchedulerConfig::default() };
+    Scheduler::new(&cache, &limits).expect("a valid configuration")
+}
+
+/// Columns of a sample's table in a group that hold a block.
+fn columns(scheduler: &Scheduler, group: usize) -> Vec<usize> {
+    let table = scheduler.group_table(Handle::new(0), 0, group).unwrap().expect("it is resident");
+    table.iter().enumerate().filter(|(_, block)| **block != NULL_BLOCK).map(|(column, _)| column).collect()
+}
+
+#[test]
+fn fault_41_blocks_leave_a_window_by_accepted_tokens_alone() {
+    let mut scheduler = with_windows(16, &[Some(4)], 1);
+    let row = decoding(&mut scheduler, 7, 16);
+    assert_eq!(columns(&scheduler, 0), [1], "the next query, at 7, sees 4 to 7");
+    draft(&mut scheduler, row, &[50; 8]);
+    let verifies = plan(&mut scheduler);
+    assert_eq!(
+        columns(&scheduler, 0),
+        [1, 2, 3],
+        "nothing leaves for guesses, though the last of them needs it no more"
+    );
+    scheduler.commit_drafts(verifies.id(), &[SAMPLED], 1).unwrap();
+    check(&scheduler);
+    assert_eq!(columns(&scheduler, 0), [1], "the next query, at 8, still sees 5 to 8");
+}
+
+#[test]
+fn fault_41_blocks_leave_a_window_at_the_commit_and_not_for_plans_that_may_be_undone() {
+    let mut scheduler = with_windows(16, &[Some(4)], 3);
+    add(&mut scheduler, "r", 1, 7, 16);
+    step(&mut scheduler);
+    let ahead = [plan(&mut scheduler), plan(&mut scheduler), plan(&mut scheduler)];
+    assert_eq!(columns(&scheduler, 0), [1, 2]);
+    scheduler.rollback(ahead[0].id()).unwrap();
+    check(&scheduler);
+    assert_eq!(columns(&scheduler, 0), [1]);
+}
+
+#[test]
+fn fault_42_the_table_names_the_null_block_where_a_block_left_the_window() {
+    let mut scheduler = with_windows(16, &[Some(4)], 1);
+    add(&mut scheduler, "r", 1, 6, 16);
+    let mut table = vec![-1; 8];
+    for _ in 0..8 {
+        let (plan, _) = step(&mut scheduler);
+        for update in plan.i32s(Field::TableUpdates).chunks_exact(4) {
+            table[update[2] as usize] = update[3];
+        }
+        let len = plan.i32s(Field::SeqLens)[0] as usize;
+        let first_seen = len.saturating_sub(4) / 4;
+        let before: Vec<i32> = scheduler
+            .group_table(Handle::new(0), 0, 0)
+            .unwrap()
+            .map_or(vec![], |held| held.iter().map(|block| block.get() as i32).collect());
+        assert!(table[first_seen..len.div_ceil(4)].iter().all(|&block| block > 0), "{table:?} at {len}");
+        let told = table[..first_seen].iter().rev().skip(1).all(|&block| block <= 0);
+        assert!(told, "a block that left by an earlier commit is still named: {table:?} at {len}, {before:?}");
+    }
+}
+
+#[test]
+fn fault_47_a_hit_is_what_every_group_can_give() {
+    let mut scheduler = with_windows(40, &[None, Some(4)], 1);
+    add(&mut scheduler, "first", 1, 25, 1);
+    step(&mut scheduler);
+    // The window's blocks of the head have left; those of the last tokens are enough for a hit of the whole.
+    add(&mut scheduler, "again", 1, 25, 1);
+    assert_eq!(num_tokens(&step(&mut scheduler).0), 1);
+}
+
+/// A long prompt is cached, then used again up to its first eight tokens, and `num_others` tokens of another prompt reuse
+/// blocks: those of a prompt of 17 tokens, of which the first twelve are the same, that are computed then.
+fn computed_of_17_after(num_others: usize) -> u32 {
+    let mut scheduler = with_windows(40, &[None, Some(4)], 1);
+    add(&mut scheduler, "long", 1, 25, 1);
+    step(&mut scheduler);
+    add(&mut scheduler, "short", 1, 9, 1);
+    step(&mut scheduler);
+    if num_others > 0 {
+        add(&mut scheduler, "other", 2, num_others, 1);
+        step(&mut scheduler);
+    }
+    let mut prompt = vec![1; 12];
+    prompt.extend([9; 5]);
+    scheduler.add_request(NewRequest::new("parts", prompt, 1)).unwrap();
+    num_tokens(&step(&mut scheduler).0)
+}
+
+#[test]
+fn fault_47_a_hit_ends_where_a_window_misses_and_starts_again_further_left() {
+    assert_eq!(computed_of_17_after(0), 17 - 12, "every group has what is seen from twelve");
+    // What left the window first goes first, but for what was used again: nothing is left at twelve, and it is at eight.
+    assert_eq!(computed_of_17_after(60), 17 - 8);
 }
