@@ -245,18 +245,11 @@ impl KVCacheManager {
         nodes
     }
 
-    /// The node where a sequence's prefixes start now, if it looks for any.
+    /// The node where a sequence's prefixes start, if it looks for any. What was computed before the cache, or the adapter,
+    /// was reset has nothing in common with what was computed since.
     fn root_of(&self, index: usize) -> Option<NodeId> {
         let sequence = &self.sequences[index];
-        if !sequence.uses_cache {
-            return None;
-        }
-        let prefixes = &self.pool.prefixes;
-        if prefixes.is_current(sequence.root) {
-            Some(sequence.root)
-        } else {
-            prefixes.find_root(&sequence.identity.root)
-        }
+        Some(sequence.root).filter(|&root| sequence.uses_cache && self.pool.prefixes.is_current(root))
     }
 
     /// The node that continues `node` with the block of the sequence's tokens that ends at `end`.
@@ -311,8 +304,8 @@ impl KVCacheManager {
             }
         }
         let mut is_placed = vec![false; record.blocks.len()];
+        // A root of before a reset stays the sequence's: nobody may find what it brings back.
         for &Returning { entry, index, len } in returning {
-            self.renew_root(index);
             let mut num_there = len;
             for group in 0..self.groups.len() {
                 let spec = self.groups[group];

@@ -6,8 +6,10 @@ mod scene;
 #[path = "../scene/steps.rs"]
 mod steps;
 
+mod events;
 mod identity;
 mod ownership;
 mod scheduler;
+mod transfers;
 mod visibility;
 mod windows_speculation;
