@@ -32,7 +32,7 @@ fn run_worlds(seed: u64, num_worlds: usize, make: fn(u64) -> World) -> Events {
     total
 }
 
-const WORTH_MEETING: [&str; 30] = [
+const WORTH_MEETING: [&str; 31] = [
     "null entries told",
     "hit tokens before a window",
     "tokens",
@@ -49,6 +49,7 @@ const WORTH_MEETING: [&str; 30] = [
     "finished requests",
     "refused calls",
     "admissions",
+    "overtakings",
     "accepted drafts",
     "rejected drafts",
     "trees",

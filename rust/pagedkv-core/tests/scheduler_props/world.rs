@@ -158,6 +158,7 @@ impl World {
             lookahead,
             caching: below(4) > 0,
             num_host_blocks: 0,
+            ageing: below(3),
         };
         let mut config = SchedulerConfig {
             max_num_seqs: limits.max_num_seqs as u32,
@@ -167,7 +168,7 @@ impl World {
             max_plans_in_flight: limits.max_plans_in_flight as u32,
             lookahead: limits.lookahead as u32,
             policy,
-            ageing: Some(below(3) as u32),
+            ageing: Some(limits.ageing as u32),
             ..SchedulerConfig::default()
         };
         if cuts_chunks {

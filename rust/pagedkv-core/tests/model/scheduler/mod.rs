@@ -2,6 +2,7 @@
 //! it, and it runs each plan on a device that knows only the plan's arrays.
 
 mod beams;
+mod bypass;
 mod commit;
 mod gangs;
 mod laws;
@@ -44,6 +45,8 @@ pub(crate) struct Limits {
     pub(crate) lookahead: usize,
     /// 0: preemption is by recompute.
     pub(crate) num_host_blocks: usize,
+    /// Overtakings that make a request due.
+    pub(crate) ageing: usize,
 }
 
 /// A sequence in a plan.
@@ -191,6 +194,7 @@ impl SchedulerModel {
         assert!(self.requests.iter().all(|other| other.handle < handle), "handles rise");
         let turn_start = request.prompt_token_ids.len();
         let sample = Sample { turn_start, max_tokens: request.max_tokens as usize, ..Sample::default() };
+        let most_overtakings = self.most_overtakings();
         self.requests.push(Request {
             handle,
             asked: request.clone(),
@@ -206,6 +210,8 @@ impl SchedulerModel {
             times: Times::arriving(request.arrival, turn_start),
             swapped: None,
             transfer: None,
+            num_overtakings: 0,
+            most_overtakings,
         });
     }
 

@@ -80,6 +80,9 @@ pub(crate) struct Request {
     pub(super) swapped: Option<Swapped>,
     /// Its transfer that has not ended.
     pub(super) transfer: Option<i64>,
+    /// Admissions of later requests while it waited, and how many there may be.
+    pub(super) num_overtakings: usize,
+    pub(super) most_overtakings: usize,
 }
 
 impl Request {

@@ -33,6 +33,7 @@ impl SchedulerModel {
         self.check_rows(&entries);
         self.check_gangs(&entries);
         self.check_admissions(scheduler, &entries, &residents_before);
+        self.check_bypass(&entries);
         self.check_blocked(&plan, &entries);
         self.check_progress(scheduler, &plan, &entries);
         let mut index = 0;

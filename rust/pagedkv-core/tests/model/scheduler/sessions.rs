@@ -197,6 +197,7 @@ impl SchedulerModel {
         };
         let num_new = request.samples[sample].turn_start - request.samples[sample].num_scheduled;
         request.times.num_prompt += num_new as u64;
+        (request.num_overtakings, request.most_overtakings) = (0, self.most_overtakings());
         request.has_parted = request.is_keeper();
         // Nothing of what was out is a part of this turn, or can be told from what the others keep.
         if request.has_parted {
