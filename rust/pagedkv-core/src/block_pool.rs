@@ -188,6 +188,9 @@ impl BlockPool {
     }
 
     /// Fills `out` with blocks that the caller then holds; `None`, and nothing changed, if there are not enough.
+    ///
+    /// # Complexity
+    /// O(blocks asked for); it allocates no memory.
     pub fn allocate(&mut self, out: &mut [BlockId]) -> Option<()> {
         if out.len() > self.num_available() as usize {
             return None;
@@ -200,6 +203,9 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that is free.
+    ///
+    /// # Complexity
+    /// O(blocks listed).
     pub fn touch(&mut self, blocks: &[BlockId]) -> Result<()> {
         for &block in blocks {
             self.check(block)?;
@@ -215,6 +221,9 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::UnknownBlock`], or [`Error::NotHeld`] for a block that has fewer holders than the call gives up.
+    ///
+    /// # Complexity
+    /// O(blocks listed).
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
         let mut have_other_holders = false;
         for (i, &block) in blocks.iter().enumerate() {
@@ -261,6 +270,9 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::UnknownBlock`] for an id outside the pool.
+    ///
+    /// # Complexity
+    /// O(1), and O(1) for each prefix that only this block kept.
     pub fn evict(&mut self, block: BlockId) -> Result<bool> {
         self.check(block)?;
         let record = &self.blocks[block.index()];

@@ -159,6 +159,9 @@ impl ChainHasher {
     }
 
     /// The hash of a full block after the block `parent`, or of a first block.
+    ///
+    /// # Complexity
+    /// O(bytes of the tokens and keys).
     pub fn hash_block(&mut self, parent: Option<&BlockHash>, tokens: &[i32], keys: &[ExtraKey]) -> BlockHash {
         self.buffer.clear();
         let parent = parent.unwrap_or(&self.none_hash);

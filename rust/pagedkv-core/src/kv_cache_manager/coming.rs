@@ -52,6 +52,9 @@ impl KVCacheManager {
     /// # Errors
     /// [`Error::UnknownSequence`], [`Error::InvalidElement`] for a negative token, [`Error::InvalidArgument`] for more
     /// than 2^31 - 1 tokens in all.
+    ///
+    /// # Complexity
+    /// O(tokens), and a look into the prefix cache for each block that they fill.
     pub fn append_tokens(&mut self, sequence: SequenceId, tokens: &[i32]) -> Result<()> {
         self.append_accepted(sequence, tokens, 0)
     }

@@ -140,6 +140,9 @@ impl KVCacheManager {
     /// # Errors
     /// [`Error::InvalidArgument`] for no tokens, or images that overlap or are out of order; [`Error::InvalidElement`]
     /// for a negative token.
+    ///
+    /// # Complexity
+    /// O(images).
     #[expect(clippy::needless_pass_by_value, reason = "the sequence keeps the tokens")]
     pub fn create(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>, uses_cache: bool) -> Result<SequenceId> {
         check_identity(&identity)?;
@@ -205,6 +208,9 @@ impl KVCacheManager {
     ///
     /// # Errors
     /// [`Error::UnknownSequence`], [`Error::SequenceInFlight`], [`Error::InvalidArgument`] for more tokens than there are.
+    ///
+    /// # Complexity
+    /// O(blocks released).
     pub fn truncate(&mut self, sequence: SequenceId, num_tokens: u32) -> Result<()> {
         let index = self.find_idle(sequence)?;
         let sequence = &mut self.sequences[index];
@@ -227,6 +233,9 @@ impl KVCacheManager {
     ///
     /// # Errors
     /// [`Error::UnknownSequence`].
+    ///
+    /// # Complexity
+    /// O(blocks released).
     pub fn free(&mut self, sequence: SequenceId) -> Result<()> {
         let index = self.find(sequence)?;
         self.remove(index);
@@ -235,6 +244,9 @@ impl KVCacheManager {
 
     /// Forgets every cached prefix. What running sequences computed before stays theirs and is never hit again.
     /// Pins go with it.
+    ///
+    /// # Complexity
+    /// O(evictable blocks).
     pub fn reset_prefix_cache(&mut self) {
         self.pool.reset_prefixes();
         self.drop_stale_pins();
@@ -348,6 +360,9 @@ impl KVCacheManager {
     ///
     /// # Errors
     /// [`Error::UnknownSequence`].
+    ///
+    /// # Complexity
+    /// O(tokens found): each is compared once; a block is hashed only where prefixes branch.
     pub fn get_computed_blocks(&self, sequence: SequenceId) -> Result<ComputedBlocks> {
         let index = self.find(sequence)?;
         let mut found = ComputedBlocks::default();

@@ -97,6 +97,9 @@ impl KVCacheManager {
     ///
     /// # Errors
     /// [`Error::UnknownPin`].
+    ///
+    /// # Complexity
+    /// O(blocks of the pin).
     pub fn unpin(&mut self, pin: PinId) -> Result<()> {
         let at =
             self.pins.kept.binary_search_by_key(&pin, |&(pin, _)| pin).map_err(|_| Error::UnknownPin(pin.get()))?;

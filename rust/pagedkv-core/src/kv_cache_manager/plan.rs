@@ -94,6 +94,9 @@ pub struct AllocatedSlots {
 
 impl KVCacheManager {
     /// Opens a plan. Growth goes to the newest plan.
+    ///
+    /// # Complexity
+    /// O(1).
     pub fn begin_plan(&mut self) -> PlanId {
         let id = self.pool.begin_plan();
         let mut record = self.spare_records.pop().unwrap_or(PlanRecord::new(id));
@@ -125,6 +128,9 @@ impl KVCacheManager {
     /// # Errors
     /// [`Error::PlanOutOfOrder`], [`Error::PlanNotInFlight`]; [`Error::UntoldTokens`] where a later plan stands on tokens
     /// that nobody told.
+    ///
+    /// # Complexity
+    /// O(growths of the plan + blocks that it fills + blocks that waited for it).
     pub fn commit(&mut self, plan: PlanId) -> Result<()> {
         self.check_oldest(plan)?;
         self.check_told()?;
@@ -176,6 +182,9 @@ impl KVCacheManager {
     ///
     /// # Errors
     /// [`Error::PlanNotInFlight`].
+    ///
+    /// # Complexity
+    /// O(growths of the plans undone + blocks that they took).
     pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
         let keep = self.plans.iter().position(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         while self.plans.len() > keep {

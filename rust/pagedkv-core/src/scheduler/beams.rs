@@ -40,6 +40,9 @@ impl Scheduler {
     /// As [`Self::commit`]; [`crate::Error::InvalidArgument`] also for a parent outside the plan's samples, for more than
     /// n tokens of a request that go on, and for a request that is in another plan in flight and whose samples do not get
     /// one token each: those need `needs_commit`.
+    ///
+    /// # Complexity
+    /// As [`Self::commit`], and O(blocks) for each beam that forks.
     pub fn commit_beams(&mut self, plan: PlanId, tokens: &[i32], parents: &[i32]) -> Result<StepResult> {
         self.check_beams(plan, tokens, parents)?;
         self.drain_inbox();

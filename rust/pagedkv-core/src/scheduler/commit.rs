@@ -87,6 +87,9 @@ impl Scheduler {
     /// # Errors
     /// As [`Self::commit`]; [`Error::InvalidArgument`] also for a row that is empty, or whose tokens but the last are not
     /// the first ones of the sequence's draft, and for a draft that is a tree.
+    ///
+    /// # Complexity
+    /// As [`Self::commit`].
     pub fn commit_drafts(&mut self, plan: PlanId, rows: &[i32], width: usize) -> Result<StepResult> {
         Self::check_rows(self.oldest(plan)?, rows, width, None)?;
         Ok(self.commit_rows(plan, rows, width, None))

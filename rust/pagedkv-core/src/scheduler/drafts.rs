@@ -80,6 +80,9 @@ impl Scheduler {
     /// # Errors
     /// [`Error::InvalidArgument`] for a row without a sequence that decodes, a row twice, more guesses than `lookahead`,
     /// or bounds or tokens out of range; [`Error::SequenceInFlight`].
+    ///
+    /// # Complexity
+    /// O(rows + guesses).
     pub fn set_draft_tokens(&mut self, rows: &[i32], start_loc: &[i32], ids: &[i32]) -> Result<()> {
         self.set_drafts(rows, start_loc, ids, None)
     }

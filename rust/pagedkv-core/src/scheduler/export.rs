@@ -11,6 +11,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or where `out` is no multiple of `columns` or too small.
+    ///
+    /// # Complexity
+    /// O(entries of `out`).
     pub fn write_block_table(&self, plan: PlanId, group: usize, columns: usize, out: &mut [i32]) -> Result<()> {
         self.tables_of(plan, group)?.write_rows(columns, out)
     }
@@ -21,6 +24,9 @@ impl Scheduler {
     /// # Errors
     /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or an array of the wrong
     /// length.
+    ///
+    /// # Complexity
+    /// O(blocks of the plan's sequences).
     pub fn write_csr(
         &self,
         plan: PlanId,

@@ -80,6 +80,9 @@ impl Inbox {
     ///
     /// # Errors
     /// [`Error::NeverFits`], [`Error::DuplicateRequest`], [`Error::InvalidArgument`], [`Error::Unsupported`].
+    ///
+    /// # Complexity
+    /// O(prompt tokens + images); the lock is held for O(1) of it, so nobody waits for a step.
     pub fn add_request(&self, request: NewRequest) -> Result<Handle> {
         request.validate(&self.cache, self.policy)?;
         let mut state = self.lock();
@@ -117,6 +120,9 @@ impl Inbox {
     /// # Errors
     /// [`Error::UnknownHandle`] for a handle that was never given out, [`Error::InvalidArgument`] for a sample that a live
     /// request has not.
+    ///
+    /// # Complexity
+    /// O(1).
     pub fn abort(&self, handle: Handle, sample: Option<u32>) -> Result<()> {
         let mut state = self.lock();
         if !(0..state.next_handle).contains(&handle.get()) {

@@ -261,6 +261,9 @@ impl Scheduler {
     /// # Errors
     /// [`Error::UnknownHandle`] for a handle that was never given out, [`Error::InvalidArgument`] for a sample that a live
     /// request has not.
+    ///
+    /// # Complexity
+    /// O(blocks released + what the inbox holds).
     pub fn finish(&mut self, handle: Handle, sample: u32) -> Result<()> {
         self.drain_inbox();
         let Some(&slot) = self.by_handle.get(&handle) else {
@@ -339,6 +342,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::UnknownHandle`] for a request that is not live, [`Error::InvalidArgument`] for a sample that it has not.
+    ///
+    /// # Complexity
+    /// O(1).
     pub fn block_table(&self, handle: Handle, sample: u32) -> Result<Option<&[BlockId]>> {
         self.group_table(handle, sample, 0)
     }

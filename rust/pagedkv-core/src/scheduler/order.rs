@@ -73,6 +73,9 @@ impl Scheduler {
     }
 
     /// Shows every waiting request, in the present order, with the tokens that are known of it.
+    ///
+    /// # Complexity
+    /// O(waiting requests).
     pub fn for_each_waiting(&mut self, mut show: impl FnMut(&RequestView<'_>)) {
         self.drain_inbox();
         for &slot in self.waiting.values() {

@@ -131,6 +131,9 @@ impl Scheduler {
     /// # Errors
     /// [`Error::TooManyPlans`]; [`Error::InvalidArgument`] where there are not as many keys as handles, one of them is
     /// NaN, or the policy has keys of its own.
+    ///
+    /// # Complexity
+    /// As [`Self::schedule`], and O(log waiting requests) for each key that changed.
     pub fn schedule_by(&mut self, handles: &[i64], keys: &[f64]) -> Result<StepPlan> {
         if self.limits.policy != Policy::External {
             return invalid("policy", "\"external\"", self.limits.policy.name());

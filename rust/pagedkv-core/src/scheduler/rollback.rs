@@ -12,6 +12,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::PlanNotInFlight`].
+    ///
+    /// # Complexity
+    /// O(sequences of the plans undone + blocks that they took).
     pub fn rollback(&mut self, plan: PlanId) -> Result<()> {
         let keep = self.plans.iter().position(|record| record.id == plan).ok_or(Error::PlanNotInFlight(plan))?;
         self.drain_inbox();

@@ -68,6 +68,9 @@ impl Scheduler {
     /// # Errors
     /// [`Error::UnknownHandle`] for a request that has ended and is no session, [`Error::InvalidArgument`] for one that is
     /// no session or has no such sample, [`Error::NotFinished`] for a sample that has not ended: abort that.
+    ///
+    /// # Complexity
+    /// O(blocks released).
     pub fn free(&mut self, handle: Handle, sample: Option<u32>) -> Result<()> {
         self.drain_inbox();
         let slot = *self.by_handle.get(&handle).ok_or(Error::UnknownHandle(handle))?;

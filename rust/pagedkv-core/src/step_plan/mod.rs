@@ -72,6 +72,9 @@ impl StepPlan {
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for bytes that are not a whole plan of this version.
+    ///
+    /// # Complexity
+    /// O(bytes).
     pub fn from_buffer(bytes: &[u8]) -> Result<Self> {
         let expected = "the whole buffer of a step plan of this version";
         let Some(head) = bytes.get(..size_of::<Header>()) else {
@@ -97,6 +100,9 @@ impl StepPlan {
     ///
     /// # Errors
     /// [`crate::Error::InvalidArgument`] for a size below the plan's own.
+    ///
+    /// # Complexity
+    /// O(bytes of the copy).
     pub fn pad_to(&self, sequences: u32, tokens: u32, samples: u32) -> Result<Self> {
         let own = self.sizes();
         for (argument, size, least) in [
@@ -171,6 +177,9 @@ impl StepPlan {
     ///
     /// # Panics
     /// Never: the encoding is checked when a plan is made.
+    ///
+    /// # Complexity
+    /// O(bytes of the lists).
     pub fn changes(&self) -> Changes {
         changes::decode(self.bytes(Field::Changes)).expect("the changes were checked when the plan was made")
     }
