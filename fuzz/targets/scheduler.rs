@@ -4,7 +4,7 @@
 
 #[path = "../../rust/pagedkv-core/tests/model/mod.rs"]
 mod model;
-#[path = "../../rust/pagedkv-core/tests/scheduler_props/world.rs"]
+#[path = "../../rust/pagedkv-core/tests/scheduler_props/world/mod.rs"]
 mod world;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| world::World::replay(bytes));

@@ -8,34 +8,35 @@ mod growth;
 mod mistakes;
 #[path = "../model/mod.rs"]
 mod model;
+#[path = "../volume/mod.rs"]
+mod volume;
 mod world;
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use command::Command;
 use model::corpus;
 use model::events::Events;
-use model::random::Random;
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
+use volume::{Driven, run_worlds};
 use world::{NUM_WORLDS, World};
 
-/// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
-fn run_worlds(seed: u64, num_worlds: usize) -> Events {
-    let mut total = Events::default();
-    for number in 0..num_worlds {
-        let mut random = Random::new(seed.wrapping_add(number as u64));
-        let mut world = World::numbered(random.below(NUM_WORLDS));
-        for step in 0..250 {
-            let command = Command::decode(random.bytes());
-            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
-            assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(|| world.drain(number % 2 > 0)));
-        assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
-        total.add(&world.model.events);
+impl Driven for World {
+    type Command = Command;
+
+    fn decode(bytes: [u8; 4]) -> Command {
+        Command::decode(bytes)
     }
-    total
+
+    fn step(&mut self, command: Command) {
+        self.run(command);
+    }
+
+    fn end(&mut self, number: usize) {
+        self.drain(!number.is_multiple_of(2));
+    }
+
+    fn met(&self) -> &Events {
+        &self.model.events
+    }
 }
 
 const WORTH_MEETING: [&str; 18] = [
@@ -60,7 +61,7 @@ const WORTH_MEETING: [&str; 18] = [
 ];
 
 fn check_volume(seed: u64) {
-    run_worlds(seed, 2000).assert_met(&WORTH_MEETING, 100);
+    run_worlds(seed, 2000, |random| World::numbered(random.below(NUM_WORLDS))).assert_met(&WORTH_MEETING, 100);
 }
 
 #[test]
@@ -79,11 +80,7 @@ fn kv_cache_manager_agrees_with_the_model_on_what_the_fuzzer_kept() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 256,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(volume::config())]
 
     #[test]
     fn kv_cache_manager_agrees_with_the_model(

@@ -130,10 +130,7 @@ impl World {
     /// The mirrors must know what the model knows.
     fn follow_events(&mut self) {
         let Some(mirrors) = &mut self.mirrors else { return };
-        let manager = std::cell::RefCell::new(&mut self.manager);
-        let take = || manager.borrow_mut().take_events().expect("events are on");
-        let snapshot = || manager.borrow_mut().event_snapshot().expect("events are on");
-        if let Some(known) = mirrors.follow(take, snapshot, &mut self.model.events) {
+        if let Some(known) = mirrors.follow(&mut self.manager, &mut self.model.events) {
             let hittable = self.model.hittable();
             assert_eq!(*known, hittable, "what the events told and what can be hit");
         }

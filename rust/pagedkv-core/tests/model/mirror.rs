@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use pagedkv_core::{BlockHash, KVCacheEvent, KVCacheSnapshot, KVEventBatch};
+use pagedkv_core::{BlockHash, KVCacheEvent, KVCacheManager, KVCacheSnapshot, KVEventBatch, Scheduler};
 
 use super::events::Events;
 
@@ -63,6 +63,27 @@ impl Mirror {
     }
 }
 
+/// What tells events.
+pub(crate) trait Source {
+    fn batch(&mut self) -> KVEventBatch;
+    fn snapshot(&mut self) -> KVCacheSnapshot;
+}
+
+macro_rules! sources {
+    ($($kind:ty)*) => {$(
+        impl Source for $kind {
+            fn batch(&mut self) -> KVEventBatch {
+                self.take_events().expect("events are on")
+            }
+
+            fn snapshot(&mut self) -> KVCacheSnapshot {
+                self.event_snapshot().expect("events are on")
+            }
+        }
+    )*};
+}
+sources!(KVCacheManager Scheduler);
+
 /// A mirror from the start and one that joined late, beside the real cache.
 #[derive(Debug, Default)]
 pub(crate) struct Mirrors {
@@ -73,21 +94,15 @@ pub(crate) struct Mirrors {
 
 impl Mirrors {
     /// After a command: now and then a mirror joins, and now and then the events are taken and all must agree.
-    pub(crate) fn follow(
-        &mut self,
-        take: impl FnOnce() -> KVEventBatch,
-        snapshot: impl FnOnce() -> KVCacheSnapshot,
-        met: &mut Events,
-    ) -> Option<&Known> {
+    pub(crate) fn follow(&mut self, source: &mut impl Source, met: &mut Events) -> Option<&Known> {
         self.num_turns += 1;
         if self.num_turns.is_multiple_of(7) {
-            let joined = Mirror::joining(&snapshot());
-            self.late = Some(joined);
+            self.late = Some(Mirror::joining(&source.snapshot()));
         }
         if !self.num_turns.is_multiple_of(3) && !self.num_turns.is_multiple_of(5) {
             return None;
         }
-        let batch = take();
+        let batch = source.batch();
         self.first.take(&batch, met);
         if let Some(late) = &mut self.late {
             late.take(&batch, met);

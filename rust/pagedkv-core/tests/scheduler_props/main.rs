@@ -3,33 +3,34 @@
 
 #[path = "../model/mod.rs"]
 mod model;
+#[path = "../volume/mod.rs"]
+mod volume;
 mod world;
-
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use model::corpus;
 use model::events::Events;
-use model::random::Random;
 use proptest::prelude::*;
-use proptest::test_runner::FileFailurePersistence;
+use volume::{Driven, run_worlds};
 use world::{Command, World};
 
-/// Runs worlds of 250 commands each; what fails names the seed, the world and the command.
-fn run_worlds(seed: u64, num_worlds: usize, make: fn(u64) -> World) -> Events {
-    let mut total = Events::default();
-    for number in 0..num_worlds {
-        let mut random = Random::new(seed.wrapping_add(number as u64));
-        let mut world = make(random.next());
-        for step in 0..250 {
-            let command = Command::decode(random.bytes());
-            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
-            assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
-        }
-        let outcome = catch_unwind(AssertUnwindSafe(|| world.drain()));
-        assert!(outcome.is_ok(), "seed {seed}, world {number}: at the end");
-        total.add(&world.model.events);
+impl Driven for World {
+    type Command = Command;
+
+    fn decode(bytes: [u8; 4]) -> Command {
+        Command::decode(bytes)
     }
-    total
+
+    fn step(&mut self, command: Command) {
+        self.run(command);
+    }
+
+    fn end(&mut self, _: usize) {
+        self.drain();
+    }
+
+    fn met(&self) -> &Events {
+        &self.model.events
+    }
 }
 
 const WORTH_MEETING: [&str; 31] = [
@@ -76,7 +77,7 @@ const WORTH_MEETING_WITH_A_HOST_TIER: [&str; 6] = [
 ];
 
 fn check_volume(seed: u64) {
-    let events = run_worlds(seed, 2000, World::numbered);
+    let events = run_worlds(seed, 2000, |random| World::numbered(random.next()));
     events.assert_met(&WORTH_MEETING, 100);
     events.assert_met(&["undone moves"], 10);
 }
@@ -98,17 +99,13 @@ fn scheduler_agrees_with_the_model_on_what_the_fuzzer_kept() {
 
 #[test]
 fn scheduler_agrees_with_the_model_over_500_000_commands_under_pressure_with_a_host_tier() {
-    let events = run_worlds(0x5eed_0002_0000, 2000, World::swapping);
+    let events = run_worlds(0x5eed_0002_0000, 2000, |random| World::swapping(random.next()));
     events.assert_met(&WORTH_MEETING_WITH_A_HOST_TIER, 100);
     events.assert_met(&["transfers of requests that were preempted again"], 5);
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig {
-        cases: 256,
-        failure_persistence: Some(Box::new(FileFailurePersistence::WithSource("proptest-regressions"))),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(volume::config())]
 
     #[test]
     fn scheduler_agrees_with_the_model(

@@ -11,7 +11,7 @@ mod model;
 mod manager;
 #[path = "../block_pool_props/world.rs"]
 mod pool;
-#[path = "../scheduler_props/world.rs"]
+#[path = "../scheduler_props/world/mod.rs"]
 mod scheduler;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
