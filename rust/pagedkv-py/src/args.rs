@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use crate::errors::{invalid, wrong_element};
-use crate::scheduler::Span;
+use crate::identity::Span;
 
 /// A number that Python may give.
 pub(crate) trait Number: Sized {

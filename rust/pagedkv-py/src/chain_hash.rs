@@ -6,7 +6,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::arrays::ids;
 use crate::errors::{invalid, to_py_err};
-use crate::scheduler::{Span, identity};
+use crate::identity::{Span, identity};
 
 /// Hashes as bytes, or as the unsigned 64-bit numbers that vLLM publishes.
 pub(crate) fn hash_list<'py>(py: Python<'py>, hashes: &[BlockHash], external: bool) -> PyResult<Bound<'py, PyList>> {

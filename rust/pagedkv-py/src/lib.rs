@@ -12,17 +12,19 @@ mod cpu_ops;
 mod dlpack;
 mod errors;
 mod events;
-mod eviction;
 mod guard;
+mod identity;
 mod manager;
 mod manager_batch;
 mod plan;
 mod policy;
 mod pool;
+mod prefix_cache;
 mod result;
 mod scheduler;
 mod sim;
 mod stats;
+mod transfers;
 mod verbs;
 
 #[pymodule]

@@ -3,15 +3,14 @@
 use std::sync::Arc;
 
 use numpy::PyArray1;
-use pagedkv_core::{BlockId, ComputedBlocks as CoreComputed, KVCacheManager as Core, LoraName, PlanId, SequenceId};
+use pagedkv_core::{ComputedBlocks as CoreComputed, KVCacheManager as Core, PlanId, Retention, SequenceId};
 use pyo3::prelude::*;
 
 use crate::arrays::{array, ids};
 use crate::config::CacheConfig;
 use crate::errors::to_py_err;
-use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::guard::Guarded;
-use crate::scheduler::{Span, counts, identity};
+use crate::identity::{Span, identity};
 
 /// Sequences and the blocks that they hold, for people with a scheduler of their own.
 ///
@@ -23,11 +22,13 @@ use crate::scheduler::{Span, counts, identity};
 /// cache_config : CacheConfig
 ///     The pool.
 #[pyclass(frozen, module = "pagedkv._core")]
-pub(crate) struct KVCacheManager(Guarded<Core>);
+pub(crate) struct KVCacheManager {
+    pub(crate) core: Guarded<Core>,
+}
 
 impl KVCacheManager {
     pub(crate) fn call<R>(&self, call: impl FnOnce(&mut Core) -> pagedkv_core::Result<R>) -> PyResult<R> {
-        self.0.with(call)?.map_err(to_py_err)
+        self.core.with(call)?.map_err(to_py_err)
     }
 }
 
@@ -35,7 +36,8 @@ impl KVCacheManager {
 impl KVCacheManager {
     #[new]
     fn new(cache_config: &CacheConfig) -> PyResult<Self> {
-        Ok(Self(Guarded::new(Core::new(&cache_config.0).map_err(to_py_err)?)))
+        let core = Core::new(&cache_config.0).map_err(to_py_err)?;
+        Ok(Self { core: Guarded::new(core) })
     }
 
     /// A sequence of these tokens, none of them computed. It holds no block yet.
@@ -94,7 +96,7 @@ impl KVCacheManager {
 
     /// Open a plan; growth goes to the newest.
     fn begin_plan(&self) -> PyResult<u64> {
-        self.0.with(Core::begin_plan).map(PlanId::get)
+        self.core.with(Core::begin_plan).map(PlanId::get)
     }
 
     /// Slots for a sequence's next tokens in the newest plan, after the blocks of `computed`.
@@ -188,72 +190,25 @@ impl KVCacheManager {
         self.call(|core| core.num_computed_tokens(SequenceId::from_bits(sequence)))
     }
 
-    /// Holders of each block, int32, same length as `block_ids`.
-    fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let blocks = ids("block_ids", block_ids)?;
-        let counts = self.call(|core| {
-            let count = |&block: &i32| core.pool().ref_count(BlockId::new(block as u32)).map(|count| count as i32);
-            blocks.iter().map(count).collect::<pagedkv_core::Result<Vec<_>>>()
-        })?;
-        Ok(array(py, counts))
-    }
-
-    /// Take the events of the prefix cache since the last call.
-    ///
-    /// Returns
-    /// -------
-    /// KVEventBatch
-    ///
-    /// Raises
-    /// ------
-    /// UnsupportedError
-    ///     Without `CacheConfig(enable_kv_cache_events=True)`.
-    fn take_events(&self, py: Python<'_>) -> PyResult<KVEventBatch> {
-        let batch = self.0.with(Core::take_events)?.map_err(to_py_err)?;
-        KVEventBatch::new(py, batch)
-    }
-
-    /// Everything that can be hit, as events, for who joins late; O(pool).
-    fn event_snapshot(&self, py: Python<'_>) -> PyResult<KVCacheSnapshot> {
-        let snapshot = self.0.with(Core::event_snapshot)?.map_err(to_py_err)?;
-        KVCacheSnapshot::new(py, snapshot)
-    }
-
-    /// Say what an adapter is called in events and in their hashes, before it is first used.
-    fn name_lora(
+    /// Keep the blocks that a sequence fills or hits from now on as `cache_priority` and `cache_ttl` of
+    /// `Scheduler.add_request` say.
+    #[pyo3(signature = (sequence, cache_priority, cache_ttl=None))]
+    fn retain(
         &self,
-        #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64,
-        name: String,
-        path: String,
+        #[pyo3(from_py_with = crate::args::u64s::sequence)] sequence: u64,
+        #[pyo3(from_py_with = crate::args::u8s::cache_priority)] cache_priority: u8,
+        #[pyo3(from_py_with = crate::args::optional_f64s::cache_ttl)] cache_ttl: Option<f64>,
     ) -> PyResult<()> {
-        self.0.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
+        let retention = Retention { priority: cache_priority, seconds: cache_ttl.unwrap_or(f64::INFINITY) };
+        self.call(|core| core.retain(SequenceId::from_bits(sequence), retention))
     }
 
-    /// Forget every cached prefix.
-    fn reset_prefix_cache(&self) -> PyResult<()> {
-        self.0.with(Core::reset_prefix_cache)
-    }
-
-    /// Share of the usable blocks that are not available, from 0 to 1.
-    #[getter]
-    fn usage(&self) -> PyResult<f64> {
-        self.0.with(|core| core.usage())
-    }
-
-    /// Blocks free, cached, held and fenced.
-    #[getter]
-    fn num_blocks_by_state(&self) -> PyResult<(u32, u32, u32, u32)> {
-        self.0.with(|core| counts(core.pool()))
-    }
-
-    /// Check every law of the bookkeeping; O(pool). Raises InternalError.
-    fn check_integrity(&self) -> PyResult<()> {
-        self.0.audit(Core::check_integrity)
-    }
-
-    /// For tests: makes the bookkeeping wrong, so that an audit finds it.
-    fn _break_a_law(&self) -> PyResult<()> {
-        self.0.with(Core::break_a_law)
+    /// Let time pass, in seconds, for cached blocks whose priority holds for a time.
+    fn advance(&self, #[pyo3(from_py_with = crate::args::f64s::now)] now: f64) -> PyResult<()> {
+        self.call(|core| {
+            core.advance(now);
+            Ok(())
+        })
     }
 }
 

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 
 use crate::arrays::{array, contiguous, counts, i32s_mut, ids, sequences, wrong_type};
 use crate::errors::invalid;
+use crate::identity::identity;
 use crate::manager::KVCacheManager;
-use crate::scheduler::identity;
 
 type Rows<'py> = Bound<'py, PyArray2<i32>>;
 

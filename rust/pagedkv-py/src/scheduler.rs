@@ -3,24 +3,20 @@
 use std::sync::Arc;
 
 use numpy::PyArray1;
-use pagedkv_core::Policy;
-use pagedkv_core::{BlockId, Handle, Identity, ImageSpan, Inbox, LoraName, NewRequest, RootKey, Scheduler as Core};
+use pagedkv_core::{Handle, Inbox, NewRequest, Policy, Scheduler as Core};
 use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
 use crate::errors::{invalid, to_py_err};
-use crate::events::{KVCacheSnapshot, KVEventBatch};
-use crate::eviction::retention;
 use crate::guard::Guarded;
+use crate::identity::{Span, identity};
 use crate::plan::StepPlan;
 use crate::policy::ask;
+use crate::prefix_cache::retention;
 use crate::result::StepResult;
 use crate::stats::{RequestStats, SchedulerStats};
-
-/// A span of prompt positions that stand for an image: start, length, digest.
-pub(crate) type Span = (u32, u32, Vec<u8>);
 
 /// Continuous batching over a paged KV cache: which tokens of which sequences run in the next step.
 ///
@@ -48,25 +44,6 @@ pub(crate) struct Scheduler {
     pub(crate) inbox: Inbox,
     /// Gives the keys of waiting requests.
     policy: Option<Py<PyAny>>,
-}
-
-/// Extra keys of a prefix.
-pub(crate) fn identity(
-    lora_id: Option<i64>,
-    cache_salt: Option<&Bound<'_, PyAny>>,
-    images: Vec<Span>,
-) -> PyResult<Identity> {
-    let cache_salt = cache_salt.map(salt).transpose()?;
-    let images = images.into_iter().map(|(start, len, digest)| ImageSpan { start, len, digest: digest.into() });
-    Ok(Identity { root: RootKey { lora_id, cache_salt }, images: images.collect() })
-}
-
-fn salt(object: &Bound<'_, PyAny>) -> PyResult<Box<[u8]>> {
-    if let Ok(text) = object.extract::<&str>() {
-        return Ok(text.as_bytes().into());
-    }
-    let bytes = object.extract::<&[u8]>();
-    bytes.map(Into::into).map_err(|_| wrong_type("cache_salt", "str or bytes", object))
 }
 
 pub(crate) fn monotonic(py: Python<'_>) -> PyResult<f64> {
@@ -378,46 +355,6 @@ impl Scheduler {
         self.core.detached(py, |core| core.rollback(id))?.map_err(to_py_err)
     }
 
-    /// End transfers: what plans asked for under these ids in `swap_out` or `swap_in` is done, or failed.
-    ///
-    /// Parameters
-    /// ----------
-    /// ids : array or sequence of int
-    ///     Transfers, from `StepPlan.swap_out_ids` and `StepPlan.swap_in_ids`.
-    /// ok : bool
-    ///     False if they failed: what they should have moved is computed again.
-    ///
-    /// Raises
-    /// ------
-    /// UnknownIdError
-    ///     For a transfer that is not outstanding: never begun, or ended before.
-    /// InvalidArgumentError
-    ///     For one that is given twice.
-    #[pyo3(signature = (ids, ok=true))]
-    fn transfers_done(&self, ids: &Bound<'_, PyAny>, ok: bool) -> PyResult<()> {
-        let ids = arrays::longs("ids", ids)?;
-        self.core.with(|core| core.transfers_done(&ids, ok))?.map_err(to_py_err)
-    }
-
-    /// Transfers that plans told and that have not ended, ascending, int64.
-    #[getter]
-    fn outstanding_transfers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let ids: Vec<i64> = self.core.with(|core| core.outstanding_transfers().collect())?;
-        Ok(array(py, ids))
-    }
-
-    /// Blocks of the host tier, and how many of them are free.
-    #[getter]
-    fn num_host_blocks(&self) -> PyResult<(u32, u32)> {
-        self.core.with(|core| core.num_host_blocks())
-    }
-
-    /// Preemptions whose blocks went to the host tier.
-    #[getter]
-    fn num_swaps(&self) -> PyResult<u64> {
-        self.core.with(|core| core.num_swaps())
-    }
-
     /// Whether a request that was added has not ended.
     fn has_unfinished_requests(&self) -> PyResult<bool> {
         self.core.check_usable().map(|()| self.inbox.num_unfinished_requests() > 0)
@@ -450,29 +387,6 @@ impl Scheduler {
         Ok(table.map_err(to_py_err)?.map(|table| array(py, table)))
     }
 
-    /// Holders of each block, int32, same length as `block_ids`.
-    fn ref_counts<'py>(&self, py: Python<'py>, block_ids: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let blocks = ids("block_ids", block_ids)?;
-        let counts = self.core.with(|core| {
-            let count =
-                |&block: &i32| core.manager().pool().ref_count(BlockId::new(block as u32)).map(|count| count as i32);
-            blocks.iter().map(count).collect::<Result<Vec<_>, _>>()
-        })?;
-        Ok(array(py, counts.map_err(to_py_err)?))
-    }
-
-    /// Share of the usable blocks that are not available, from 0 to 1.
-    #[getter]
-    fn usage(&self) -> PyResult<f64> {
-        self.core.with(|core| core.manager().usage())
-    }
-
-    /// Blocks free, cached, held and fenced.
-    #[getter]
-    fn num_blocks_by_state(&self) -> PyResult<(u32, u32, u32, u32)> {
-        self.core.with(|core| counts(core.manager().pool()))
-    }
-
     /// Preemptions so far.
     #[getter]
     fn num_preemptions(&self) -> PyResult<u64> {
@@ -498,59 +412,4 @@ impl Scheduler {
         let stats = self.core.with(|core| core.request_stats(Handle::new(handle)))?;
         stats.map(Into::into).map_err(to_py_err)
     }
-
-    /// Take the events of the prefix cache since the last call.
-    ///
-    /// Returns
-    /// -------
-    /// KVEventBatch
-    ///
-    /// Raises
-    /// ------
-    /// UnsupportedError
-    ///     Without `CacheConfig(enable_kv_cache_events=True)`.
-    fn take_events(&self, py: Python<'_>) -> PyResult<KVEventBatch> {
-        let batch = self.core.with(Core::take_events)?.map_err(to_py_err)?;
-        KVEventBatch::new(py, batch)
-    }
-
-    /// Everything that can be hit, as events, for who joins late; O(pool).
-    fn event_snapshot(&self, py: Python<'_>) -> PyResult<KVCacheSnapshot> {
-        let snapshot = self.core.with(Core::event_snapshot)?.map_err(to_py_err)?;
-        KVCacheSnapshot::new(py, snapshot)
-    }
-
-    /// Say what an adapter is called in events and in their hashes, before it is first used.
-    fn name_lora(
-        &self,
-        #[pyo3(from_py_with = crate::args::i64s::lora_id)] lora_id: i64,
-        name: String,
-        path: String,
-    ) -> PyResult<()> {
-        self.core.with(|core| core.name_lora(lora_id, LoraName { name, path }))?.map_err(to_py_err)
-    }
-
-    /// Forget every cached prefix, after new weights say.
-    fn reset_prefix_cache(&self) -> PyResult<()> {
-        self.core.with(Core::reset_prefix_cache)
-    }
-
-    /// Check every law of the bookkeeping; O(pool).
-    ///
-    /// Raises
-    /// ------
-    /// InternalError
-    ///     Naming the first law that does not hold.
-    fn check_integrity(&self) -> PyResult<()> {
-        self.core.audit(Core::check_integrity)
-    }
-
-    /// For tests: makes the bookkeeping wrong, so that an audit finds it.
-    fn _break_a_law(&self) -> PyResult<()> {
-        self.core.with(Core::break_a_law)
-    }
-}
-
-pub(crate) fn counts(pool: &pagedkv_core::BlockPool) -> (u32, u32, u32, u32) {
-    (pool.num_free(), pool.num_cached(), pool.num_held(), pool.num_fenced())
 }
