@@ -1,7 +1,8 @@
 //! Copies whole blocks over all layers, as copy-on-write asks for.
 
+use super::pairs::{check_pairs, refused};
 use crate::dims::check_distinct;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::threads;
 use crate::view::View;
 
@@ -19,7 +20,7 @@ use crate::view::View;
 /// The bytes of a block per pair, and O(k log k) to check k pairs.
 pub fn copy_blocks<const N: usize>(pool: &View<N>, pairs: &[[i32; 2]], threads: usize) -> Result<()> {
     check_distinct("pool", pool)?;
-    check_pairs(pairs, pool.shape()[0])?;
+    check_copies(pairs, pool.shape()[0])?;
     let spans = Spans::of(pool);
     let bytes = spans.starts.len() * spans.bytes;
     threads::for_each(threads, bytes * pairs.len() / 4, pairs.len(), |index| {
@@ -41,30 +42,12 @@ pub fn copy_blocks<const N: usize>(pool: &View<N>, pairs: &[[i32; 2]], threads: 
     Ok(())
 }
 
-fn check_pairs(pairs: &[[i32; 2]], num_blocks: usize) -> Result<()> {
-    let refuse = |index: usize, side: usize, expected: String| Error::Element {
-        argument: "pairs",
-        index: format!("{index}, {side}"),
-        expected,
-        found: i64::from(pairs[index][side]),
-    };
-    for (index, pair) in pairs.iter().enumerate() {
-        for (side, block) in pair.iter().enumerate() {
-            if usize::try_from(*block).is_ok_and(|block| block < num_blocks) {
-                continue;
-            }
-            return Err(refuse(index, side, format!("a block below {num_blocks}")));
-        }
-    }
-    let mut destinations: Vec<(i32, usize)> = pairs.iter().map(|p| p[1]).zip(0..).collect();
-    destinations.sort_unstable();
-    if let Some(twice) = destinations.windows(2).find(|d| d[0].0 == d[1].0) {
-        return Err(refuse(twice[1].1, 1, "each destination once".to_owned()));
-    }
-    let is_destination = |block: i32| destinations.binary_search_by_key(&block, |d| d.0).is_ok();
-    match pairs.iter().position(|pair| is_destination(pair[0])) {
+/// As [`check_pairs`] within one pool, where a destination is no source either.
+fn check_copies(pairs: &[[i32; 2]], num_blocks: usize) -> Result<()> {
+    let destinations = check_pairs(pairs, [num_blocks; 2])?;
+    match pairs.iter().position(|pair| destinations.binary_search(&pair[0]).is_ok()) {
         None => Ok(()),
-        Some(index) => Err(refuse(index, 0, "a source that is no destination".to_owned())),
+        Some(index) => Err(refused(pairs, index, 0, "a source that is no destination".to_owned())),
     }
 }
 

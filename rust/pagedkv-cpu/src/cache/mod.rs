@@ -4,6 +4,7 @@ mod append;
 mod copy;
 mod gather;
 mod move_kv;
+mod pairs;
 mod swap;
 mod table;
 

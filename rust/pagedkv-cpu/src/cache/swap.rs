@@ -1,5 +1,6 @@
 //! Copies whole blocks between two pools, as swapping to a host tier and back asks for.
 
+use super::pairs::check_pairs;
 use crate::dims::{check_apart, check_distinct, check_dtype, shape_text};
 use crate::error::{Error, Result};
 use crate::threads;
@@ -53,28 +54,6 @@ pub fn swap_blocks<const N: usize>(
         }
     });
     Ok(())
-}
-
-fn check_pairs(pairs: &[[i32; 2]], num_blocks: [usize; 2]) -> Result<()> {
-    let refuse = |index: usize, side: usize, expected: String| Error::Element {
-        argument: "pairs",
-        index: format!("{index}, {side}"),
-        expected,
-        found: i64::from(pairs[index][side]),
-    };
-    for (index, pair) in pairs.iter().enumerate() {
-        for side in 0..2 {
-            if !usize::try_from(pair[side]).is_ok_and(|block| block < num_blocks[side]) {
-                return Err(refuse(index, side, format!("a block below {}", num_blocks[side])));
-            }
-        }
-    }
-    let mut destinations: Vec<(i32, usize)> = pairs.iter().map(|pair| pair[1]).zip(0..).collect();
-    destinations.sort_unstable();
-    match destinations.windows(2).find(|two| two[0].0 == two[1].0) {
-        None => Ok(()),
-        Some(twice) => Err(refuse(twice[1].1, 1, "each destination once".to_owned())),
-    }
 }
 
 /// The pieces of one block that are contiguous in both pools, as byte offsets from its first element in each.
