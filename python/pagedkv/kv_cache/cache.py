@@ -5,7 +5,7 @@ from typing import Any, Literal, Self, TypeVar
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
-from pagedkv.kv_cache.groups import CacheGroup, groups_of, place_layers, view_array, view_tensor
+from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
 from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv
@@ -87,6 +87,11 @@ class KVCache:
     >>> float(v_cache[1, 0, 1, 0]), cache.num_bytes
     (2.0, 131072)
     """
+
+    block_size = OfEveryGroup[int]("Tokens per block of every group.")
+    num_kv_heads = OfEveryGroup[int]("KV heads of every layer.")
+    head_dim = OfEveryGroup[int]("Elements per head of every layer.")
+    dtype = OfEveryGroup[str]("Element type of every layer, by its torch name.")
 
     def __init__(
         self,
@@ -217,36 +222,6 @@ class KVCache:
     def padding(self) -> float:
         """Share of the pool that no layer uses, because groups have fewer layers than a block has room for."""
         return 1 - self.num_layers / (self.num_layer_slots * len(self.groups))
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block of every group."""
-        size: int = self._common("block_size")
-        return size
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of every layer."""
-        num_kv_heads: int = self._common("num_kv_heads")
-        return num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Elements per head of every layer."""
-        head_dim: int = self._common("head_dim")
-        return head_dim
-
-    @property
-    def dtype(self) -> str:
-        """Element type of every layer."""
-        dtype: str = self._common("dtype")
-        return dtype
-
-    def _common(self, name: str) -> Any:
-        found = [getattr(group, name) for group in self.groups]
-        if len(set(found)) > 1:
-            raise AttributeError(f"{name}: the groups differ, {found}: ask groups[group_of(layer)]")
-        return found[0]
 
     @property
     def num_bytes(self) -> int:

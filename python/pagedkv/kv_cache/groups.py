@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
 
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kv_cache.checks import dtype_name
 from pagedkv.kv_cache.memory import ITEM_BYTES, is_sliceable, reinterpret
+
+_Attribute = TypeVar("_Attribute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,34 @@ class CacheGroup:
     def slot_bytes(self) -> int:
         """Bytes of one layer's keys and values in a block."""
         return math.prod(self.slot_shape) * ITEM_BYTES[self.dtype]
+
+
+class OfEveryGroup(Generic[_Attribute]):
+    """An attribute of a cache that its groups have alike; an AttributeError where they differ.
+
+    Parameters
+    ----------
+    doc : str
+        What it is.
+    """
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, cache: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, cache: Any, owner: type) -> _Attribute: ...
+    def __get__(self, cache: Any, owner: type) -> Any:
+        if cache is None:
+            return self
+        found = [getattr(group, self._name) for group in cache.groups]
+        if any(other != found[0] for other in found):
+            raise AttributeError(f"{self._name}: the groups differ, {found}: ask groups[group_of(layer)]")
+        return found[0]
 
 
 def groups_of(cache_config: Any) -> tuple[tuple[CacheGroup, ...], int]:
