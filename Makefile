@@ -63,6 +63,7 @@ test-rust: develop
 .PHONY: fuzz
 fuzz: ## coverage-guided fuzzing of the core, FUZZ_SECONDS in all; FUZZ_TARGETS names some of the targets
 	cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
+	cargo fetch --locked --manifest-path fuzz/Cargo.toml
 	for target in $(FUZZ_TARGETS); do \
 		mkdir -p fuzz/found/$$target && \
 		$(CARGO_NIGHTLY) fuzz run --sanitizer none $$target fuzz/found/$$target fuzz/corpus/$$target -- \
