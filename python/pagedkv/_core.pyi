@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedError",
     "append_kv",
     "chain_hashes",
+    "choose_layer_slots",
     "copy_blocks",
     "default_num_threads",
     "from_dlpack",
@@ -187,6 +188,8 @@ class CacheConfig:
     def padding(self) -> float: ...
     def layer(self, layer: int) -> tuple[int, int]: ...
 
+def choose_layer_slots(groups: Sequence[GroupSpec]) -> int: ...
+
 @final
 class SchedulerConfig:
     def __new__(
@@ -316,9 +319,7 @@ class AllocatedSlots:
     @property
     def slot_mapping(self) -> _Int64Array: ...
     @property
-    def copies(self) -> list[tuple[int, int, int]]: ...
-    @property
-    def copy(self) -> tuple[int, int] | None: ...
+    def copies(self) -> _Int32Array: ...
 
 @final
 class ComputedBlocksBatch:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pagedkv import CacheConfig, GroupSpec, KVCache, SamplingParams, Scheduler, SchedulerConfig
-from pagedkv.engine.cache_size import choose_layer_slots, choose_num_blocks
+from pagedkv.config import choose_layer_slots
+from pagedkv.engine.cache_size import choose_num_blocks
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models import AttentionMetadata, TransformersModel
 from pagedkv.models.cache_groups import LayerShape, group_layers

@@ -76,8 +76,21 @@ def test_manager_copies_the_shared_last_block_for_the_first_writer_only(manager)
     plan = manager.begin_plan()
     first, last = manager.allocate_slots(parent, 1), manager.allocate_slots(child, 1)
     manager.commit(plan)
-    assert first.copy == (shared, manager.block_table(parent)[2])
-    assert last.copy is None
+    assert first.copies.tolist() == [[shared, manager.block_table(parent)[2]]]
+    assert last.copies.shape == (0, 2)
+
+
+def test_manager_copies_the_shared_last_block_of_every_group():
+    groups = [pagedkv.GroupSpec([0], 1, 8), pagedkv.GroupSpec([1], 1, 8, sliding_window=8)]
+    manager = pagedkv.KVCacheManager(pagedkv.CacheConfig(16, 4, groups=groups))
+    parent = manager.create(PROMPT)
+    compute(manager, parent, 10)
+    child = manager.fork(parent)
+    manager.append_tokens(child, [2])
+    slots = compute(manager, child, 1)
+    tables = [[manager.block_table(sequence, group)[2] for group in range(2)] for sequence in (parent, child)]
+    assert slots.copies.dtype == np.int32
+    assert slots.copies.tolist() == np.transpose(tables).tolist()
 
 
 def test_manager_returns_none_when_there_is_no_room(manager):

@@ -1,7 +1,6 @@
-"""How many blocks a cache gets, and how its groups divide a block."""
+"""How many blocks a cache gets."""
 
 import logging
-from collections.abc import Sequence
 
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
@@ -9,42 +8,6 @@ from pagedkv.exceptions import InvalidArgumentError
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-# `CacheConfig` refuses more.
-_MOST_PADDING = 0.1
-
-
-def choose_layer_slots(groups: Sequence[GroupSpec]) -> int:
-    """Return how many layers a block should have room for.
-
-    Parameters
-    ----------
-    groups : sequence of GroupSpec
-        The groups of a model.
-
-    Returns
-    -------
-    int
-        The layers of the smallest group if that leaves few slots empty, else the number that makes the fewest groups.
-
-    Examples
-    --------
-    >>> choose_layer_slots([GroupSpec([5, 11], 1, 8), GroupSpec([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], 1, 8)])
-    2
-    >>> choose_layer_slots([GroupSpec([0, 1, 2, 3, 4], 1, 8), GroupSpec([5, 6, 7, 8, 9, 10], 1, 8)])
-    6
-    """
-    counts = [group.num_layers for group in groups]
-
-    def total(slots: int) -> int:
-        return sum(-(-count // slots) * slots for count in counts)
-
-    def fits(slots: int) -> bool:
-        return 1 - sum(counts) / total(slots) <= _MOST_PADDING
-
-    if fits(min(counts)):
-        return min(counts)
-    fitting = filter(fits, range(1, max(counts) + 1))
-    return min(fitting, key=lambda slots: (total(slots) // slots, total(slots)))
 
 
 def choose_num_blocks(

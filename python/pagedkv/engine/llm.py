@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from pagedkv.config import CacheConfig, SchedulerConfig
-from pagedkv.engine.cache_size import choose_layer_slots, choose_num_blocks
+from pagedkv.config import CacheConfig, SchedulerConfig, choose_layer_slots
+from pagedkv.engine.cache_size import choose_num_blocks
 from pagedkv.engine.loop import EngineLoop, StepEvent
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.progress import Progress

@@ -168,9 +168,17 @@ fn check_group(number: usize, group: &GroupSpec) -> Result<()> {
     Ok(())
 }
 
+/// Layers that each block should have room for: those of the smallest group if that leaves few slots without a layer, else
+/// the number that makes the fewest groups, and among those the least padding. 0 for no groups.
+pub fn choose_layer_slots(groups: &[GroupSpec]) -> u32 {
+    let counts = layer_counts(groups);
+    let Some(smallest) = counts.iter().map(|&count| count.max(1)).min() else { return 0 };
+    if is_full_enough(&counts, smallest) { smallest as u32 } else { fewest_groups(&counts) }
+}
+
 /// Layer slots of every block: the caller's number, else the smallest layer count.
 fn choose_slots(config: &CacheConfig) -> Result<u32> {
-    let counts: Vec<u64> = config.groups.iter().map(|group| group.layers.len() as u64).collect();
+    let counts = layer_counts(&config.groups);
     let Some(&smallest) = counts.iter().min() else {
         return match config.num_layer_slots {
             Some(slots) => invalid("num_layer_slots", "none without groups", slots),
@@ -181,29 +189,37 @@ fn choose_slots(config: &CacheConfig) -> Result<u32> {
         in_range("num_layer_slots", slots, 1)?;
     }
     let slots = config.num_layer_slots.map_or(smallest, u64::from);
-    let (padded, total) = padding(&counts, slots);
-    if padded * 100 <= total * MAX_PADDING_PERCENT {
+    if is_full_enough(&counts, slots) {
         return Ok(slots as u32);
     }
-    let percent = |(padded, total): (u64, u64)| format!("{:.1} %", 100.0 * padded as f64 / total as f64);
-    let longest = counts.iter().copied().max().unwrap_or(smallest);
-    let fits = |&slots: &u64| {
+    let percent = |slots| {
         let (padded, total) = padding(&counts, slots);
-        padded * 100 <= total * MAX_PADDING_PERCENT
+        format!("{:.1} %", 100.0 * padded as f64 / total as f64)
     };
-    // The fewest groups, and among those the least padding. One slot always fits.
-    let better = (1..=longest).filter(fits).min_by_key(|&slots| {
-        let (padded, total) = padding(&counts, slots);
-        (total / slots, padded)
-    });
-    let better = better.unwrap_or(1);
-    let found = format!(
-        "{} with {slots} slots; num_layer_slots={better} leaves {}",
-        percent((padded, total)),
-        percent(padding(&counts, better))
-    );
+    let better = fewest_groups(&counts);
+    let found =
+        format!("{} with {slots} slots; num_layer_slots={better} leaves {}", percent(slots), percent(better.into()));
     let argument = if config.num_layer_slots.is_some() { "num_layer_slots" } else { "groups" };
     invalid(argument, format!("at most {MAX_PADDING_PERCENT} % of the layer slots without a layer"), found)
+}
+
+fn layer_counts(groups: &[GroupSpec]) -> Vec<u64> {
+    groups.iter().map(|group| group.layers.len() as u64).collect()
+}
+
+/// The number of slots that makes the fewest groups, and among those the least padding. One slot always fits.
+fn fewest_groups(counts: &[u64]) -> u32 {
+    let longest = counts.iter().copied().max().unwrap_or(1);
+    let better = (1..=longest).filter(|&slots| is_full_enough(counts, slots)).min_by_key(|&slots| {
+        let (padded, total) = padding(counts, slots);
+        (total / slots, padded)
+    });
+    better.unwrap_or(1) as u32
+}
+
+fn is_full_enough(counts: &[u64], slots: u64) -> bool {
+    let (padded, total) = padding(counts, slots);
+    padded * 100 <= total * MAX_PADDING_PERCENT
 }
 
 /// Slots without a layer, and all slots.

@@ -67,7 +67,7 @@ mod transfer_fences;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;
-pub use cache_layout::{CacheLayout, TableSpec};
+pub use cache_layout::{CacheLayout, TableSpec, choose_layer_slots};
 pub use chain_hash::{BlockHash, ChainHasher, ExtraKey, HashAlgorithm, LoraName};
 pub use config::{CacheConfig, EvictionPolicy, GroupSpec, Policy, PreemptionMode, Retention, SchedulerConfig};
 pub use error::{Error, Result};

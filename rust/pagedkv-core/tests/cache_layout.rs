@@ -1,6 +1,6 @@
 //! Groups of layers: split to equal layer slots, block sizes for equal bytes, and what is refused.
 
-use pagedkv_core::{CacheConfig, CacheLayout, Error, GroupSpec, Result, TableSpec};
+use pagedkv_core::{CacheConfig, CacheLayout, Error, GroupSpec, Result, TableSpec, choose_layer_slots};
 
 fn group(layers: impl IntoIterator<Item = u32>, head_dim: u32) -> GroupSpec {
     GroupSpec { layers: layers.into_iter().collect(), ..GroupSpec::new(0, 1, head_dim, "float16") }
@@ -45,6 +45,13 @@ fn padding_above_a_tenth_is_refused_with_a_number_that_would_do() {
     let refused = layout(&[group(0..3, 8), group(3..7, 8)]).unwrap_err();
     let Error::InvalidArgument { argument, found, .. } = refused else { panic!("{refused:?}") };
     assert_eq!((argument, found.as_str()), ("groups", "22.2 % with 3 slots; num_layer_slots=1 leaves 0.0 %"));
+}
+
+#[test]
+fn layer_slots_are_those_of_the_smallest_group_or_make_the_fewest_groups() {
+    let slots =
+        |counts: &[u32]| choose_layer_slots(&counts.iter().map(|&count| group(0..count, 8)).collect::<Vec<_>>());
+    assert_eq!([slots(&[2, 10]), slots(&[5, 6]), slots(&[5, 7]), slots(&[5]), slots(&[])], [2, 6, 1, 5, 0]);
 }
 
 #[test]

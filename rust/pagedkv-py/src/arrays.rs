@@ -1,6 +1,6 @@
 //! Integer arrays in and out.
 
-use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
 use pagedkv_core::SequenceId;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -131,4 +131,12 @@ pub(crate) fn contiguous<'a>(argument: &str, array: &'a mut PyReadwriteArray1<'_
 
 pub(crate) fn array<T: numpy::Element>(py: Python<'_>, values: Vec<T>) -> Bound<'_, PyArray1<T>> {
     PyArray1::from_vec(py, values)
+}
+
+/// An int32 array of two dimensions.
+pub(crate) type Rows<'py> = Bound<'py, PyArray2<i32>>;
+
+/// Rows of a fixed width as an array of two dimensions.
+pub(crate) fn table<'py, const N: usize>(py: Python<'py>, rows: &[[i32; N]]) -> PyResult<Rows<'py>> {
+    PyArray1::from_slice(py, rows.as_flattened()).reshape([rows.len(), N])
 }

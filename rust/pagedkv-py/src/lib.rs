@@ -34,7 +34,7 @@ mod _core {
     #[pymodule_export]
     use crate::chain_hash::chain_hashes;
     #[pymodule_export]
-    use crate::config::{CacheConfig, GroupSpec, SchedulerConfig};
+    use crate::config::{CacheConfig, GroupSpec, SchedulerConfig, choose_layer_slots};
     #[pymodule_export]
     use crate::cpu_ops::{
         append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, paged_attention,

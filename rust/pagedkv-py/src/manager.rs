@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pagedkv_core::{ComputedBlocks as CoreComputed, KVCacheManager as Core, PlanId, Retention, SequenceId};
 use pyo3::prelude::*;
 
-use crate::arrays::{array, ids};
+use crate::arrays::{Rows, array, ids, table};
 use crate::config::CacheConfig;
 use crate::errors::to_py_err;
 use crate::guard::Guarded;
@@ -239,7 +239,7 @@ impl ComputedBlocks {
     }
 }
 
-/// Slots for new tokens, and a block to copy first.
+/// Slots for new tokens, and blocks to copy first.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct AllocatedSlots(pagedkv_core::AllocatedSlots);
 
@@ -251,15 +251,10 @@ impl AllocatedSlots {
         array(py, self.0.slot_mapping.clone())
     }
 
-    /// Cache group, source and destination of each block to copy first, at most one per group.
+    /// Source and destination of the blocks to copy before anything is written, int32 (k, 2): at most one per cache group.
     #[getter]
-    fn copies(&self) -> Vec<(u32, u32, u32)> {
-        self.0.copies.iter().map(|copy| (copy.group, copy.source.get(), copy.target.get())).collect()
-    }
-
-    /// Source and destination of the first of `copies`, or None.
-    #[getter]
-    fn copy(&self) -> Option<(u32, u32)> {
-        self.0.copies.first().map(|copy| (copy.source.get(), copy.target.get()))
+    fn copies<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {
+        let pairs = self.0.copies.iter().map(|copy| [copy.source, copy.target].map(|block| block.get() as i32));
+        table(py, &pairs.collect::<Vec<_>>())
     }
 }

@@ -6,20 +6,13 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray2};
 use pagedkv_core::{BatchSlots as CoreSlots, ComputedBlocks as CoreComputed, Growths, SequenceId};
 use pyo3::prelude::*;
 
-use crate::arrays::{array, contiguous, counts, i32s_mut, ids, sequences, wrong_type};
+use crate::arrays::{Rows, array, contiguous, counts, i32s_mut, ids, sequences, table, wrong_type};
 use crate::errors::invalid;
 use crate::identity::identity;
 use crate::manager::KVCacheManager;
 
-type Rows<'py> = Bound<'py, PyArray2<i32>>;
-
 fn handles<'py>(py: Python<'py>, sequences: &[SequenceId]) -> Bound<'py, PyArray1<i64>> {
     array(py, sequences.iter().map(|id| id.to_bits().cast_signed()).collect())
-}
-
-/// Rows of a fixed width as an array of two dimensions.
-fn table<'py, const N: usize>(py: Python<'py>, rows: &[[i32; N]]) -> PyResult<Rows<'py>> {
-    PyArray1::from_slice(py, rows.as_flattened()).reshape([rows.len(), N])
 }
 
 /// Where each of `num_sequences` has its tokens: given, or one for each.

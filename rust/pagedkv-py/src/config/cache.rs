@@ -242,3 +242,21 @@ fn every(share: f64) -> PyResult<u32> {
         Err(invalid("kv_cache_metrics_sample", "a share from 0 to 1", &share.to_string()))
     }
 }
+
+/// Say how many layers a block should have room for.
+///
+/// Parameters
+/// ----------
+/// groups : sequence of GroupSpec
+///     The groups of a model.
+///
+/// Returns
+/// -------
+/// int
+///     The layers of the smallest group if that leaves few slots without a layer, else the number that makes the fewest
+///     groups.
+#[pyfunction]
+pub(crate) fn choose_layer_slots(#[pyo3(from_py_with = groups)] groups: Vec<GroupSpec>) -> u32 {
+    let groups: Vec<_> = groups.into_iter().map(|group| group.0).collect();
+    pagedkv_core::choose_layer_slots(&groups)
+}

@@ -7,7 +7,7 @@ mod limits;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-pub(crate) use cache::CacheConfig;
+pub(crate) use cache::{CacheConfig, choose_layer_slots};
 pub(crate) use group::GroupSpec;
 pub(crate) use limits::SchedulerConfig;
 
