@@ -21,6 +21,11 @@ def make_pool(num_blocks, num_kv_heads, block_size, head_dim, dtype=torch.float3
     return torch.full((NUM_LAYERS, num_blocks, *sizes), fill, dtype=dtype).transpose(0, 1)
 
 
+def make_pairs(*pairs):
+    """Return pairs of a source and a destination block."""
+    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
+
+
 @dataclass
 class Batch:
     """A ragged batch over one layer of a pool, as torch tensors."""
@@ -105,6 +110,25 @@ def make_batch_fixture():
 def make_pool_fixture():
     """Return the function that makes pools."""
     return make_pool
+
+
+@pytest.fixture(name="make_pairs")
+def make_pairs_fixture():
+    """Return the function that makes pairs of blocks."""
+    return make_pairs
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def dtype(request):
+    """Return each element type that moves as bytes."""
+    return request.param
+
+
+@pytest.fixture
+def part_of_memory():
+    """Return memory filled with -1, and a pool that is a part of it, with gaps in four dimensions."""
+    memory = torch.full((5, 3, 2, 2, 4, 10), -1.0)
+    return memory, memory[:, 1:, :, :, ::2, 1:9]
 
 
 @pytest.fixture

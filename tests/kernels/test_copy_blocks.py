@@ -5,12 +5,6 @@ import torch
 from pagedkv import reference
 from pagedkv.kv_cache import copy_blocks
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-
-
-def make_pairs(*pairs):
-    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
-
 
 def number_blocks(pool):
     """Give every element of a block the block's number."""
@@ -19,8 +13,7 @@ def number_blocks(pool):
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copy_blocks_matches_oracle_when_types_and_layout_vary(make_pool, dtype, layout):
+def test_copy_blocks_matches_oracle_when_types_and_layout_vary(make_pool, dtype, layout, make_pairs):
     pool = make_pool(9, 2, 3, 8, torch.float32, layout)
     pool.copy_(torch.randn(pool.shape))
     pool = pool.to(dtype)
@@ -31,9 +24,9 @@ def test_copy_blocks_matches_oracle_when_types_and_layout_vary(make_pool, dtype,
     np.testing.assert_array_equal(pool.float().numpy(), want)
 
 
-def test_copy_blocks_leaves_other_memory_alone_when_the_pool_is_a_part_of_it():
-    memory = torch.full((5, 3, 2, 2, 4, 10), -1.0)
-    pool = number_blocks(memory[:, 1:, :, :, ::2, 1:9])
+def test_copy_blocks_leaves_other_memory_alone_when_the_pool_is_a_part_of_it(part_of_memory, make_pairs):
+    memory, pool = part_of_memory
+    number_blocks(pool)
     copy_blocks(pool, make_pairs((4, 0)))
     assert pool[0].eq(4).all()
     assert memory.eq(-1).sum() == memory.numel() - pool.numel()
@@ -45,7 +38,7 @@ def test_copy_blocks_copies_the_right_blocks_when_strides_are_negative():
     assert pool[:, 0, 1, 0, 0, 0].tolist() == [0, 2, 1, 0]
 
 
-def test_copy_blocks_does_nothing_when_there_are_no_pairs(make_pool):
+def test_copy_blocks_does_nothing_when_there_are_no_pairs(make_pool, make_pairs):
     pool = number_blocks(make_pool(3, 1, 1, 8))
     before = pool.clone()
     copy_blocks(pool, make_pairs())
@@ -71,7 +64,7 @@ def test_copy_blocks_matches_oracle_when_threads_share_the_work(make_pool, num_t
         ([(0, 1), (5, 5)], r"pairs\[1, 0\]: expected a source that is no destination, found 5"),
     ],
 )
-def test_copy_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_pool, pairs, message):
+def test_copy_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_pool, pairs, message, make_pairs):
     pool = number_blocks(make_pool(9, 1, 2, 8))
     before = pool.clone()
     with pytest.raises(ValueError, match=message):
@@ -99,7 +92,7 @@ def test_copy_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_p
         ("pairs", lambda a: a[0], ValueError, r"pairs: expected shape \(n, 2\), found \(2,\)"),
     ],
 )
-def test_copy_blocks_names_the_argument_when_it_is_refused(make_pool, argument, change, error, message):
+def test_copy_blocks_names_the_argument_when_it_is_refused(make_pool, argument, change, error, message, make_pairs):
     arguments = {"pool": make_pool(3, 1, 1, 8), "pairs": make_pairs((0, 1))}
     arguments[argument] = change(arguments[argument])
     with pytest.raises(error, match=message):

@@ -5,16 +5,9 @@ import torch
 from pagedkv import reference
 from pagedkv.kv_cache import swap_blocks
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-
-
-def make_pairs(*pairs):
-    return torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
-
 
 @pytest.mark.parametrize("layouts", [("block", "block"), ("layer", "block"), ("block", "layer"), ("layer", "layer")])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swap_blocks_matches_oracle_when_types_and_layouts_vary(make_pool, dtype, layouts):
+def test_swap_blocks_matches_oracle_when_types_and_layouts_vary(make_pool, dtype, layouts, make_pairs):
     source, destination = (
         make_pool(blocks, 2, 3, 8, torch.float32, layout) for blocks, layout in zip((9, 5), layouts, strict=True)
     )
@@ -27,7 +20,7 @@ def test_swap_blocks_matches_oracle_when_types_and_layouts_vary(make_pool, dtype
     np.testing.assert_array_equal(destination.float().numpy(), want)
 
 
-def test_swap_blocks_brings_back_what_it_took_out_when_blocks_move(make_pool):
+def test_swap_blocks_brings_back_what_it_took_out_when_blocks_move(make_pool, make_pairs):
     device, host = make_pool(8, 1, 4, 8), make_pool(3, 1, 4, 8)
     device.copy_(torch.randn(device.shape))
     before = device.clone()
@@ -55,7 +48,7 @@ def test_swap_blocks_matches_oracle_when_threads_share_the_work(make_pool, num_t
         ([(0, 2), (1, 1), (4, 2)], r"pairs\[2, 1\]: expected each destination once, found 2"),
     ],
 )
-def test_swap_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_pool, pairs, message):
+def test_swap_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_pool, pairs, message, make_pairs):
     source, destination = make_pool(9, 1, 2, 8, fill=1), make_pool(3, 1, 2, 8, fill=0)
     with pytest.raises(ValueError, match=message):
         swap_blocks(source, destination, make_pairs(*pairs))
@@ -78,13 +71,13 @@ def test_swap_blocks_names_the_pair_and_copies_nothing_when_it_is_refused(make_p
         ),
     ],
 )
-def test_swap_blocks_names_the_destination_when_it_is_refused(make_pool, change, error, message):
+def test_swap_blocks_names_the_destination_when_it_is_refused(make_pool, change, error, message, make_pairs):
     source, destination = make_pool(3, 1, 1, 8), make_pool(3, 1, 1, 8)
     with pytest.raises(error, match=message):
         swap_blocks(source, change(destination), make_pairs((0, 1)))
 
 
-def test_swap_blocks_refuses_pools_that_share_memory(make_pool):
+def test_swap_blocks_refuses_pools_that_share_memory(make_pool, make_pairs):
     pool = make_pool(3, 1, 1, 8)
     with pytest.raises(ValueError, match=r"destination: expected memory of its own, found an overlap with source"):
         swap_blocks(pool, pool, make_pairs((0, 1)))
