@@ -104,3 +104,14 @@ def test_priority_policy_takes_the_seat_of_a_less_urgent_request():
 def test_scheduler_config_names_the_field_that_is_out_of_range(option, message):
     with pytest.raises(InvalidArgumentError, match=message):
         pagedkv.SchedulerConfig(**option)
+
+
+@pytest.mark.parametrize("keys", [[0.5, np.nan], np.array([np.nan, 1.0])])
+def test_policy_callable_is_refused_when_a_key_is_nan_and_nothing_is_planned(keys):
+    answers = [keys, [0.0, 1.0]]
+    scheduler = make_scheduler(lambda **_: answers.pop(0))
+    for number in range(2):
+        scheduler.add_request(str(number), PROMPT, max_tokens=1)
+    with pytest.raises(InvalidArgumentError, match=r"keys: expected numbers that can be ordered, found NaN for handle"):
+        scheduler.schedule()
+    assert [request_id for _, request_id, _ in scheduler.schedule().new] == ["0"]

@@ -117,7 +117,13 @@ fn shown(object: &Bound<'_, PyAny>) -> String {
 
 /// Spans of a prompt that stand for images.
 pub(crate) fn image_spans(object: &Bound<'_, PyAny>) -> PyResult<Vec<Span>> {
-    objects("image_spans", "a tuple of start, length and digest bytes", object)
+    type Loose = (Py<PyAny>, Py<PyAny>, Vec<u8>);
+    let spans: Vec<Loose> = objects("image_spans", "a tuple of start, length and digest bytes", object)?;
+    let read = |(i, (start, len, digest)): (usize, Loose)| {
+        let number = |bound: Py<PyAny>| number(&format!("image_spans[{i}]"), bound.bind(object.py()));
+        Ok((number(start)?, number(len)?, digest))
+    };
+    spans.into_iter().enumerate().map(read).collect()
 }
 
 macro_rules! numbers {

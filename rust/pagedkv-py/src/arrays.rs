@@ -37,8 +37,10 @@ pub(crate) fn longs(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i
     if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
         return Ok(array.as_array().to_vec());
     }
-    let list = object.extract::<Vec<i64>>();
-    list.map_err(|_| wrong_type(argument, "a one-dimensional int64 array, or a sequence of ints", object))
+    match listed(argument, object)? {
+        Some(list) => Ok(list),
+        None => Err(wrong_type(argument, "a one-dimensional int64 array, or a sequence of ints", object)),
+    }
 }
 
 /// Rows of token ids as one run with their width, where the object is an array of two dimensions.

@@ -4,9 +4,11 @@ use numpy::{Element, PyArray1};
 use pagedkv_core::{
     BlockState, Explanation as CoreExplanation, Handle, LimitsUpdate, NewRequest, Scheduler as Core, Snapshot,
 };
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::args::number;
 use crate::arrays::{array, ids, wrong_type};
 use crate::config::SchedulerConfig;
 use crate::errors::{invalid, to_py_err};
@@ -145,12 +147,12 @@ impl Scheduler {
     ///
     /// It keeps its place in the order and does not stand in the way of those behind it; its seats and blocks stay its own
     /// until a request finds none.
-    fn hold(&self, handle: i64) -> PyResult<()> {
+    fn hold(&self, #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64) -> PyResult<()> {
         self.core.with(|core| core.hold(Handle::new(handle)))?.map_err(to_py_err)
     }
 
     /// Let a held request run again.
-    fn release(&self, handle: i64) -> PyResult<()> {
+    fn release(&self, #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64) -> PyResult<()> {
         self.core.with(|core| core.release(Handle::new(handle)))?.map_err(to_py_err)
     }
 
@@ -192,11 +194,11 @@ impl Scheduler {
         #[pyo3(from_py_with = crate::args::u32s::n)] n: u32,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = crate::args::u32s::min_tokens)] min_tokens: u32,
-        priority: i32,
+        #[pyo3(from_py_with = crate::args::i32s::priority)] priority: i32,
         tenant: Option<String>,
         needs_commit: bool,
         session: bool,
-        now: Option<f64>,
+        #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<i64> {
         let list =
             |name, given: Option<&Bound<'_, PyAny>>| given.map_or(Ok(Vec::new()), |given| self::ids(name, given));
@@ -279,13 +281,15 @@ impl Scheduler {
     /// blocks or seats from others, those behind it are only said to be behind it. Under a policy of your own the keys of
     /// the last step count.
     fn explain(&self, request: &Bound<'_, PyAny>) -> PyResult<Explanation> {
-        let handle = if let Ok(handle) = request.extract::<i64>() {
-            Handle::new(handle)
-        } else if let Ok(id) = request.extract::<String>() {
+        let handle = if let Ok(id) = request.extract::<String>() {
             let found = self.inbox.find(&id);
             found.ok_or_else(|| invalid("request", "the id of a live request", &format!("{id:?}")))?
         } else {
-            return Err(wrong_type("request", "a handle or a request id", request));
+            let handle = number("request", request).map_err(|error| {
+                let is_none = error.is_instance_of::<PyTypeError>(request.py());
+                if is_none { wrong_type("request", "a handle or a request id", request) } else { error }
+            });
+            Handle::new(handle?)
         };
         self.core.with(|core| core.explain(handle))?.map(Explanation).map_err(to_py_err)
     }
