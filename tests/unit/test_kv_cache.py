@@ -11,6 +11,7 @@ from pagedkv.kv_cache import KVCache, Tensor, from_dlpack, gather_kv
 SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
 TABLE = {"max_num_seqs": 5, "max_blocks_per_seq": 7}
 SHAPE = (6, 3, 2, 2, 4, 8)
+SHARED = torch.zeros(SHAPE)
 NONE = {"table_updates": (0, 4), "slot_moves": (0, 3), "swap_out": (0, 2), "swap_in": (0, 2), "copies": (0, 2)}
 NO_IDS = {"swap_out_ids": (0,), "swap_in_ids": (0,)}
 WIDE = ("slot_moves", *NO_IDS)
@@ -158,11 +159,29 @@ def test_given_block_table_is_used_in_place():
             ValueError,
             "block_table: expected memory that does not overlap itself",
         ),
+        (
+            {"pool": SHARED, "block_table": SHARED.flatten()[-35:].view(torch.int32).view(1, 5, 7)},
+            ValueError,
+            "block_table: expected memory of its own, found an overlap with pool",
+        ),
+        ({"num_blocks": 1 << 31}, ValueError, "num_blocks: expected less than 2\\^31, found 2147483648"),
     ],
 )
 def test_cache_names_the_argument_when_it_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         KVCache(**(SIZES | TABLE | options))
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ((3, pagedkv.SchedulerConfig()), "cache_config: expected a CacheConfig, found int"),
+        ((pagedkv.CacheConfig(4), None), "scheduler_config: expected a SchedulerConfig, found NoneType"),
+    ],
+)
+def test_cache_names_what_is_no_configuration(configs, message):
+    with pytest.raises(TypeError, match=message):
+        KVCache.from_config(*configs)
 
 
 def test_sizes_come_from_the_configuration_when_there_is_one():

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kv_cache.checks import check_place, dtype_name, import_memory, integer, size
+from pagedkv.kv_cache.checks import check_apart, check_config, check_place, dtype_name, import_memory, integer, size
 from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
@@ -74,8 +74,8 @@ class KVCache:
     UnsupportedError
         If `dtype` or `device` waits for a later version.
     TypeError, InvalidArgumentError
-        If an argument is out of its range, or given memory is read-only, overlaps itself, does not have the shape and
-        type that it should, or can't be seen in the shape of each group.
+        If an argument is out of its range, or given memory is read-only, overlaps itself or the other's, does not have
+        the shape and type that it should, or can't be seen in the shape of each group.
 
     Examples
     --------
@@ -155,9 +155,11 @@ class KVCache:
 
         Raises
         ------
-        InvalidArgumentError
-            If the configuration describes no layers, or its groups do not fit into one pool.
+        TypeError, InvalidArgumentError
+            If one of the two is no configuration, or it describes no layers, or groups that do not fit into one pool.
         """
+        check_config("cache_config", "CacheConfig", cache_config, "groups")
+        check_config("scheduler_config", "SchedulerConfig", scheduler_config, "max_model_len")
         groups, num_layer_slots = groups_of(cache_config)
         max_tokens = scheduler_config.max_model_len + scheduler_config.lookahead
         width = -(-max_tokens // min(group.block_size for group in groups))
@@ -193,6 +195,7 @@ class KVCache:
         table_shape = (len(groups), *table_sizes)
         self.block_table = make_table(backend, table_shape) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
+        check_apart("block_table", self._block_table, "pool", self._pool)
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
         self._views = [view_tensor(self._pool, group) for group in self.groups]
         self._tensors, self._layers = self._view_layers()

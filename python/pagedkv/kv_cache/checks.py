@@ -21,11 +21,25 @@ def integer(argument: str, found: Any) -> int:
 
 
 def size(argument: str, found: Any) -> int:
-    """Return an integer of at least 1."""
+    """Return an integer from 1 on, below 2^31."""
     number = integer(argument, found)
     if number < 1:
         raise InvalidArgumentError(f"{argument}: expected at least 1, found {number}")
+    if number >= 1 << 31:
+        raise InvalidArgumentError(f"{argument}: expected less than 2^31, found {number}")
     return number
+
+
+def check_config(argument: str, expected: str, found: Any, field: str) -> None:
+    """Refuse what is no configuration, as it lacks a field of one."""
+    if not hasattr(found, field):
+        raise TypeError(f"{argument}: expected a {expected}, found {type(found).__name__}")
+
+
+def check_apart(argument: str, tensor: _core.Tensor, other_argument: str, other: _core.Tensor) -> None:
+    """Refuse memory that is a part of another argument's."""
+    if tensor.overlaps(other):
+        raise InvalidArgumentError(f"{argument}: expected memory of its own, found an overlap with {other_argument}")
 
 
 def dtype_name(dtype: Any) -> str:

@@ -193,24 +193,32 @@ impl<const N: usize> View<N> {
 
     /// The addresses between its lowest and its highest byte.
     pub(crate) fn extent(&self) -> Range<usize> {
-        if self.is_empty() {
-            return 0..0;
-        }
-        let (mut low, mut high) = (0_i64, 0_i64);
-        for (n, stride) in self.shape.iter().zip(&self.strides) {
-            let reach = (*n as i64 - 1) * stride;
-            low += reach.min(0);
-            high += reach.max(0);
-        }
-        let size = self.dtype.size_bytes();
-        let byte = |offset: i64| self.data.wrapping_byte_offset(offset as isize * size as isize) as usize;
-        byte(low)..byte(high) + size
+        extent(self.data as usize, &self.shape, &self.strides, self.dtype.size_bytes())
     }
 
     /// Whether its elements surely lie at distinct addresses, as those of an output must.
     pub(crate) fn is_distinct(&self) -> bool {
         are_distinct(&self.shape, &self.strides)
     }
+}
+
+/// The addresses from the first to the last byte of an array at `data`, whatever lies between its elements.
+///
+/// # Complexity
+///
+/// O(n) for n dimensions.
+pub fn extent(data: usize, shape: &[usize], strides: &[i64], item_bytes: usize) -> Range<usize> {
+    if shape.contains(&0) {
+        return 0..0;
+    }
+    let (mut low, mut high) = (0_i64, 0_i64);
+    for (n, stride) in shape.iter().zip(strides) {
+        let reach = (*n as i64 - 1) * stride;
+        low += reach.min(0);
+        high += reach.max(0);
+    }
+    let byte = |offset: i64| data.wrapping_add_signed(offset as isize * item_bytes as isize);
+    byte(low)..byte(high) + item_bytes
 }
 
 /// Whether the elements of an array of that shape and those strides surely lie at distinct addresses.

@@ -11,11 +11,12 @@ mod reinterpret;
 pub(crate) use import::{import, parse_dtype};
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::sync::Arc;
 
 use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{ExportRequest, ImportedDlpack};
-use pagedkv_cpu::{DType, View, are_distinct, shape_text};
+use pagedkv_cpu::{DType, View, are_distinct, extent, shape_text};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -80,6 +81,16 @@ impl Tensor {
     }
 }
 
+impl Tensor {
+    fn sizes(&self) -> SmallVec<[usize; 6]> {
+        self.shape.iter().map(|n| *n as usize).collect()
+    }
+
+    fn extent(&self) -> Range<usize> {
+        extent(self.data.0 as usize, &self.sizes(), &self.strides, self.dtype.size_bytes())
+    }
+}
+
 #[pymethods]
 impl Tensor {
     /// Elements in each dimension.
@@ -137,8 +148,14 @@ impl Tensor {
     /// Whether its elements surely lie at distinct addresses, as those of an array that is written must.
     #[getter]
     fn is_distinct(&self) -> bool {
-        let sizes: SmallVec<[usize; 6]> = self.shape.iter().map(|n| *n as usize).collect();
-        are_distinct(&sizes, &self.strides)
+        are_distinct(&self.sizes(), &self.strides)
+    }
+
+    /// Whether another array begins before this one ends, and ends after this one begins.
+    fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.extent(), other.extent());
+        let is_one_space = (is_host(self.device) && is_host(other.device)) || self.device == other.device;
+        is_one_space && a.start.max(b.start) < a.end.min(b.end)
     }
 
     /// The same memory with the dimensions from `axis` on, which lie in one span, as `sizes` elements of type `dtype`.
