@@ -16,16 +16,17 @@
 //! never hashed. The index takes 5 bytes a slot, at a load of 7/16 to 7/8: 5.7 to 11.4 bytes per block in it. A node is
 //! half a cache line and knows whether its first block can be taken, so a hit on 16 tokens reads two lines.
 
+mod node_blocks;
+
 use std::collections::{HashMap, HashSet};
 
 use hashbrown::HashTable;
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_secret};
 
-use crate::block_list::{Block, BlockState};
 use crate::error::{Result, reserve};
 use crate::extra_keys::ExtraKeys;
 use crate::identity::RootKey;
-use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
+use crate::ids::{NO_NODE, NULL_BLOCK, NodeId};
 use crate::prefix_node::Node;
 
 /// Bytes of the secret that keys the hashes.
@@ -241,88 +242,6 @@ impl PrefixCache {
         self.extras.find(extra)
     }
 
-    /// Adds `block` to the blocks of `node`, not yet committed.
-    pub(crate) fn attach(&mut self, blocks: &mut [Block], block: BlockId, node: NodeId) {
-        let first = std::mem::replace(&mut self.nodes[node.index()].first_block, block);
-        self.nodes[node.index()].set_first_is_committed(false);
-        let record = &mut blocks[block.index()];
-        assert!(record.node == NO_NODE, "law 3 is broken: block {} joins a second node", block.get());
-        record.node = node;
-        record.committed = false;
-        record.twin_prev = NULL_BLOCK;
-        record.twin_next = first;
-        if first != NULL_BLOCK {
-            blocks[first.index()].twin_prev = block;
-        }
-    }
-
-    /// Takes `block` off its node, and the node out of the tree if nothing else keeps it.
-    pub(crate) fn detach(&mut self, blocks: &mut [Block], block: BlockId) {
-        let record = &mut blocks[block.index()];
-        let node = std::mem::replace(&mut record.node, NO_NODE);
-        record.committed = false;
-        let (prev, next) = (record.twin_prev, record.twin_next);
-        if prev == NULL_BLOCK {
-            self.nodes[node.index()].first_block = next;
-            let is_committed = next != NULL_BLOCK && blocks[next.index()].committed;
-            self.nodes[node.index()].set_first_is_committed(is_committed);
-        } else {
-            blocks[prev.index()].twin_next = next;
-        }
-        if next != NULL_BLOCK {
-            blocks[next.index()].twin_prev = prev;
-        }
-        self.collect(node);
-    }
-
-    /// The tokens of `block`, one of the node's, are computed.
-    pub(crate) fn published(&mut self, block: BlockId, node: NodeId) {
-        let record = &mut self.nodes[node.index()];
-        if record.first_block == block {
-            record.set_first_is_committed(true);
-        }
-    }
-
-    /// A block of `node` that a sequence may take: one that is committed, else one that a plan in flight fills for a live
-    /// holder.
-    pub(crate) fn usable_block(&self, blocks: &[Block], node: NodeId) -> Option<BlockId> {
-        let record = self.node(node);
-        if record.first_is_committed() {
-            return Some(record.first_block);
-        }
-        let mut found = None;
-        for block in self.blocks_of(blocks, node) {
-            let record = &blocks[block.index()];
-            if record.committed {
-                return Some(block);
-            }
-            if record.state == BlockState::Held {
-                found = Some(block);
-            }
-        }
-        found
-    }
-
-    /// [`Self::usable_block`] among the blocks of one cache group.
-    pub(crate) fn usable_group_block(&self, blocks: &[Block], node: NodeId, group: u8) -> Option<BlockId> {
-        let mut found = None;
-        for block in self.blocks_of(blocks, node) {
-            let record = &blocks[block.index()];
-            if record.group == group && record.committed {
-                return Some(block);
-            }
-            if record.group == group && record.state == BlockState::Held {
-                found = Some(block);
-            }
-        }
-        found
-    }
-
-    pub(crate) fn blocks_of<'a>(&self, blocks: &'a [Block], node: NodeId) -> impl Iterator<Item = BlockId> + use<'a> {
-        std::iter::successors(Some(self.nodes[node.index()].first_block), |id| Some(blocks[id.index()].twin_next))
-            .take_while(|&id| id != NULL_BLOCK)
-    }
-
     /// Forgets the roots. Blocks of the old generation are the caller's to free.
     pub(crate) fn reset(&mut self) {
         self.newest_generation += 1;
@@ -483,7 +402,8 @@ mod collisions;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block_list::Block;
+    use crate::block_list::{Block, BlockState};
+    use crate::ids::BlockId;
 
     #[test]
     fn the_index_takes_at_most_twelve_bytes_per_cached_block() {

@@ -1,7 +1,8 @@
 //! Prefixes whose hashes are all the same.
 
 use super::*;
-use crate::block_list::Block;
+use crate::block_list::{Block, BlockState};
+use crate::ids::BlockId;
 
 /// Prefixes of three blocks over two tokens, all of one hash: a block each. Answers their nodes.
 fn interned_under_one_hash(cache: &mut PrefixCache, blocks: &mut Vec<Block>, root: NodeId) -> Vec<(u32, [NodeId; 3])> {
