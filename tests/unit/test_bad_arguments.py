@@ -48,6 +48,12 @@ def add(**changed):
     return scheduler().add_request(**({"request_id": "r", "prompt_token_ids": [1, 2], "max_tokens": 2} | changed))
 
 
+def fork(**changed):
+    parent = scheduler()
+    parent.add_request("r", [1, 2], max_tokens=2)
+    return parent.fork(**({"handle": 0, "sequence": 0, "request_id": "f", "max_tokens": 2} | changed))
+
+
 def config(**changed):
     return pagedkv.SchedulerConfig(**changed)
 
@@ -104,9 +110,13 @@ OUT_OF_RANGE = [
     ("handle", str(HUGE), lambda: scheduler().release(HUGE)),
     ("request", str(HUGE), lambda: scheduler().explain(HUGE)),
     ("request", '"nobody"', lambda: scheduler().explain("nobody")),
-    ("priority", str(HUGE), lambda: planned()[0].fork(0, 0, "f", max_tokens=1, priority=HUGE)),
-    (r"ids\[1\]", str(HUGE), lambda: scheduler().transfers_done([1, HUGE])),
     (r"image_spans\[0\]", str(HUGE), lambda: add(image_spans=[(HUGE, 1, b"x")])),
+    ("priority", str(HUGE), lambda: fork(priority=HUGE)),
+    ("ids", "-3", lambda: fork(ids=[1, -3])),
+    ("now", "NaN", lambda: fork(now=float("nan"))),
+    ("now", "NaN", lambda: add(now=float("nan"))),
+    ("now", "-inf", lambda: add(now=float("-inf"))),
+    (r"ids\[1\]", str(HUGE), lambda: scheduler().transfers_done([1, HUGE])),
     (r"block_ids\[1\]", str(HUGE), lambda: scheduler().ref_counts([1, HUGE])),
     ("tokens", "2", lambda: (lambda made, plan: made.commit(plan, [1, 2]))(*planned())),
     (r"tokens\[0\]", str(HUGE), lambda: (lambda made, plan: made.commit(plan, [HUGE]))(*planned())),
@@ -159,6 +169,8 @@ WRONG_TYPES = [
     ("max_tokens", "str", lambda: add(max_tokens="2")),
     ("prompt_token_ids", "str", lambda: add(prompt_token_ids="abc")),
     ("prompt_token_ids", "int", lambda: add(prompt_token_ids=3)),
+    ("prompt_token_ids", "set", lambda: add(prompt_token_ids={3, 1, 2})),
+    ("prompt_token_ids", "dict", lambda: add(prompt_token_ids={3: 1, 1: 2})),
     (r"prompt_token_ids\[2\]", "str", lambda: add(prompt_token_ids=[1, 2, "3"])),
     (r"prompt_token_ids\[1\]", "float", lambda: add(prompt_token_ids=[1, 2.5])),
     ("prompt_token_ids", "float64", lambda: add(prompt_token_ids=np.ones(3))),
@@ -168,6 +180,8 @@ WRONG_TYPES = [
     ("tenant", "int", lambda: add(tenant=3)),
     ("now", "str", lambda: add(now="soon")),
     ("handle", "str", lambda: scheduler().abort("r")),
+    ("handle", "str", lambda: scheduler().hold("r")),
+    ("now", "str", lambda: fork(now="soon")),
     ("plan", "int", lambda: scheduler().commit(3, [])),
     ("request", "float", lambda: scheduler().explain(0.5)),
     ("ids", "str", lambda: scheduler().transfers_done("ab")),
@@ -234,8 +248,9 @@ def test_no_call_of_a_number_out_of_range_ends_in_an_overflow_error():
             required = {p.name: 0 for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD}
             positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
             arguments = required | {parameter.name: HUGE}
+            in_place = [arguments.pop(p.name) for p in positional]
             try:
-                bound(*(arguments.pop(p.name) for p in positional), **arguments)
+                bound(*in_place, **arguments)
             except OverflowError:
                 found.append(f"{name}({parameter.name})")
             except Exception:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pagedkv
 from pagedkv.exceptions import InvalidArgumentError, UnknownIdError
@@ -39,6 +40,15 @@ def test_transfers_done_takes_a_list_and_a_failure():
     assert scheduler.num_host_blocks == (4, 4)
 
 
+@pytest.mark.parametrize("convert", [torch.from_numpy, lambda ids: ids.astype(np.int32), lambda ids: ids[::-1]])
+def test_transfers_done_takes_arrays_of_any_library_and_layout(convert):
+    scheduler, plan = make_preempted()
+    scheduler.commit(plan, [])
+    scheduler.transfers_done(convert(scheduler.outstanding_transfers))
+    scheduler.transfers_done(np.array([]))
+    assert scheduler.outstanding_transfers.tolist() == []
+
+
 def test_transfers_done_refuses_a_transfer_when_it_is_not_outstanding():
     scheduler, _ = make_preempted()
     with pytest.raises(UnknownIdError, match="transfer 9 is not outstanding"):
@@ -54,7 +64,7 @@ def test_transfers_done_refuses_a_transfer_when_it_comes_twice():
 
 def test_transfers_done_names_the_argument_when_it_is_no_list_of_ids():
     scheduler, _ = make_preempted()
-    with pytest.raises(TypeError, match="ids: expected a one-dimensional int64 array, or a sequence of ints"):
+    with pytest.raises(TypeError, match="ids: expected a one-dimensional int32 or int64 array, or a sequence of ints"):
         scheduler.transfers_done("1")
 
 

@@ -5,7 +5,7 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyDict, PyString};
 
 use crate::errors::{invalid, wrong_element};
 use crate::identity::Span;
@@ -102,8 +102,12 @@ pub(crate) fn objects<T: for<'a, 'py> FromPyObject<'a, 'py>>(
     object.try_iter()?.enumerate().map(read).collect()
 }
 
+/// Whether an object has elements in an order of their own: sets and dicts have not.
 fn is_sequence(object: &Bound<'_, PyAny>) -> bool {
-    object.len().is_ok() && object.try_iter().is_ok()
+    object.len().is_ok()
+        && object.try_iter().is_ok()
+        && object.hasattr("__getitem__").is_ok_and(|has| has)
+        && !object.is_instance_of::<PyDict>()
 }
 
 /// The name of an object's type.

@@ -32,15 +32,10 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
     Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
 }
 
-/// Ids of 64 bits: an int64 array of NumPy, or a sequence of ints. Copied.
+/// Ids of 64 bits: an int64 or int32 array of any library, or a sequence of ints. Copied.
 pub(crate) fn longs(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
-        return Ok(array.as_array().to_vec());
-    }
-    match listed(argument, object)? {
-        Some(list) => Ok(list),
-        None => Err(wrong_type(argument, "a one-dimensional int64 array, or a sequence of ints", object)),
-    }
+    // An empty array is one whatever its type.
+    object.extract::<Vec<i64>>().or_else(|_| wide(argument, object))
 }
 
 /// Rows of token ids as one run with their width, where the object is an array of two dimensions.

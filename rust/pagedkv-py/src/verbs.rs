@@ -16,8 +16,8 @@ use crate::scheduler::{Scheduler, monotonic};
 
 /// Why a request waits, or what it gets, in the next step.
 ///
-/// `reason` is one of "ready", "resting", "held", "plans_in_flight", "in_flight", "token_budget", "seats", "blocks",
-/// "partial_prefills", "reserved", "behind"; `fields` has its numbers by name; `str()` says it in words.
+/// `reason` is one of "ready", "resting", "held", "plans_in_flight", "in_flight", "transfer", "token_budget", "seats",
+/// "blocks", "partial_prefills", "reserved", "behind"; `fields` has its numbers by name; `str()` says it in words.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Explanation(CoreExplanation);
 

@@ -36,6 +36,9 @@ impl Scheduler {
         if request.identity != Identity::default() {
             return invalid("identity", "none: a fork has that of its sample", "another one");
         }
+        if let Some(negative) = request.prompt_token_ids.iter().find(|&&token| token < 0) {
+            return invalid("ids", "token ids of at least 0", negative);
+        }
         // Before the samples part, one sequence has the blocks of all.
         let holder = if parent.stage == Stage::Prompt { parent.leader() } else { number };
         let (source, identity) = (parent.samples[holder].sequence, parent.identity.clone());

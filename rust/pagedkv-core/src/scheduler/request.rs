@@ -38,7 +38,7 @@ pub struct NewRequest {
     pub priority: i32,
     /// Whose share the request counts against under [`Policy::FairShare`].
     pub tenant: Option<String>,
-    /// When it arrived, in the caller's seconds; for statistics and the caller's own policies.
+    /// When it arrived, in the caller's seconds, finite; for statistics and the caller's own policies.
     pub arrival: f64,
     /// Extra keys of the prefix.
     pub identity: Identity,
@@ -106,6 +106,9 @@ impl NewRequest {
         }
         if self.max_tokens == 0 {
             return invalid("max_tokens", "at least 1", 0);
+        }
+        if !self.arrival.is_finite() {
+            return invalid("now", "a finite time in seconds", self.arrival);
         }
         Ok(())
     }
