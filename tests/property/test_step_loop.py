@@ -348,6 +348,20 @@ class StepLoop(RuleBasedStateMachine):
         except pagedkv.exceptions.UnknownIdError:
             assert handle not in {key[0] for key in self.ended} or handle in self.aborted
 
+    @rule(
+        budget=st.none() | st.integers(1, 16),
+        seats=st.none() | st.integers(1, 4),
+        watermark=st.none() | st.sampled_from([0.0, 0.5, 0.95]),
+        partial=st.none() | st.integers(1, 3),
+    )
+    def update_limits(self, budget, seats, watermark, partial):
+        try:
+            self.scheduler.update_limits(
+                max_num_batched_tokens=budget, max_num_seqs=seats, watermark=watermark, max_num_partial_prefills=partial
+            )
+        except pagedkv.exceptions.InvalidArgumentError:
+            return
+
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), ids=st.lists(st.integers(0, 1), max_size=3), n=st.integers(1, 2))
     def fork(self, data, ids, n):

@@ -259,6 +259,13 @@ def test_apply_swaps_out_then_in_then_copies_when_a_plan_asks_for_all(layout):
     assert cache.finished_transfers(np.array([4, 5, 6])).tolist() == [4, 5]
 
 
+def test_apply_moves_slots_before_blocks_go_out():
+    cache = make_cache(backend="numpy", host_blocks=1)
+    number_blocks(cache)
+    cache.apply(make_plan(slot_moves=[(0, 9, 4)], swap_out=[(1, 0)], swap_out_ids=[1]))
+    assert cache.host_pool[0, 0, 0, 0, :, 0].tolist() == [2, 1, 1, 1]
+
+
 def test_apply_passes_over_a_transfer_when_it_was_started_before():
     cache = make_cache(backend="numpy", host_blocks=2)
     number_blocks(cache)

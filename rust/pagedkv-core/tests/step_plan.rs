@@ -125,3 +125,32 @@ fn plan_never_changes_once_made() {
     scheduler.commit(second.id(), &[7]).unwrap();
     assert_eq!(first.buffer(), before);
 }
+
+#[test]
+fn arrays_of_plans_padded_to_the_same_sizes_lie_at_the_same_offsets_before_the_changes() {
+    let cache = CacheConfig { block_size: 2, ..CacheConfig::new(32) };
+    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
+    let empty = scheduler.schedule().unwrap();
+    let changes = [
+        Field::TableUpdates,
+        Field::Copies,
+        Field::SwapIn,
+        Field::SwapOut,
+        Field::SwapInIds,
+        Field::SwapOutIds,
+        Field::SlotMoves,
+        Field::TreeMask,
+        Field::Changes,
+    ];
+    let offsets = |plan: &StepPlan| {
+        let padded = plan.pad_to(8, 32, 8).unwrap();
+        let start = padded.buffer().as_ptr().addr();
+        let place = |field| (padded.bytes(field).as_ptr().addr() - start, padded.bytes(field).len());
+        let fixed = Field::ALL.into_iter().filter(|field| !changes.contains(field)).map(place).collect::<Vec<_>>();
+        let end = fixed.iter().map(|(at, len)| at + len).max().unwrap();
+        let filled = changes.into_iter().map(place).filter(|&(_, len)| len > 0);
+        assert!(filled.into_iter().all(|(at, _)| at >= end), "a list of changes lies before an array of fixed size");
+        fixed
+    };
+    assert_eq!(offsets(&empty), offsets(&plan()));
+}
