@@ -89,15 +89,24 @@ impl RootKey {
 pub(crate) struct Tokens {
     shared: Arc<Vec<i32>>,
     tail: Vec<i32>,
+    /// Length of the whole, and its last token: what a step asks for, without a look at the memory of the parts.
+    len: u32,
+    last: i32,
 }
 
 impl Tokens {
     pub(crate) fn new(shared: Arc<Vec<i32>>) -> Self {
-        Self { shared, tail: Vec::new() }
+        let (len, last) = (shared.len() as u32, shared.last().copied().unwrap_or_default());
+        Self { shared, tail: Vec::new(), len, last }
     }
 
-    pub(crate) fn len(&self) -> u32 {
-        (self.shared.len() + self.tail.len()) as u32
+    pub(crate) const fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The token at a position, if it is the last one.
+    pub(crate) fn last_at(&self, position: u32) -> Option<i32> {
+        (position + 1 == self.len).then_some(self.last)
     }
 
     /// Makes room for tokens to come.
@@ -107,6 +116,8 @@ impl Tokens {
 
     pub(crate) fn push(&mut self, token: i32) {
         self.tail.push(token);
+        self.len += 1;
+        self.last = token;
     }
 
     pub(crate) fn truncate(&mut self, len: u32) {
@@ -115,6 +126,8 @@ impl Tokens {
             self.shared = Arc::new(self.shared[..len].to_vec());
         }
         self.tail.truncate(len.saturating_sub(self.shared.len()));
+        self.len = (self.shared.len() + self.tail.len()) as u32;
+        self.last = self.tail.last().or(self.shared.last()).copied().unwrap_or_default();
     }
 
     /// Copies the tokens from `start` on, as many as `out` takes.

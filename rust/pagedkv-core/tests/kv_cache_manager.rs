@@ -15,7 +15,7 @@ fn kv_cache_manager_gives_each_token_the_next_slot_of_its_blocks() {
     let slots = grow(&mut manager, sequence, 6).unwrap().slot_mapping;
     let blocks = table(&manager, sequence);
     let slot = |position: usize| i64::from(blocks[position / 4].get()) * 4 + position as i64 % 4;
-    assert_eq!(slots, [0, 1, 2, 3, 4, 5].map(slot));
+    assert_eq!(slots.as_slice(), [0, 1, 2, 3, 4, 5].map(slot));
 }
 
 #[test]

@@ -129,7 +129,7 @@ impl Twins {
             let answer = self.single.allocate_slots_with_drafts(id, new, drafts, &ComputedBlocks::default());
             let single = answer.unwrap().expect("the batch had room");
             let span = slots.query_start_loc[i] as usize..slots.query_start_loc[i + 1] as usize;
-            assert_eq!(slots.slot_mapping[span], single.slot_mapping);
+            assert_eq!(slots.slot_mapping[span], *single.slot_mapping);
             for copy in &single.copies {
                 assert!(slots.copies.contains(&[copy.source.get() as i32, copy.target.get() as i32]));
             }

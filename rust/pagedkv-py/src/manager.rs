@@ -248,7 +248,7 @@ impl AllocatedSlots {
     /// Where each new token's key and value go, int64 (G * num_tokens,): the rows of all cache groups, one after another.
     #[getter]
     fn slot_mapping<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        array(py, self.0.slot_mapping.clone())
+        array(py, self.0.slot_mapping.to_vec())
     }
 
     /// Source and destination of the blocks to copy before anything is written, int32 (k, 2): at most one per cache group.

@@ -5,6 +5,8 @@
 //! what nobody told by the commit is taken back.
 
 use super::plan::Growth;
+use smallvec::smallvec;
+
 use super::{AllocatedSlots, ComputedBlocks, KVCacheManager, check_tokens};
 use crate::error::{Error, Result, invalid};
 use crate::ids::SequenceId;
@@ -33,6 +35,17 @@ impl KVCacheManager {
         let index = self.find(sequence)?;
         self.check_growth(sequence, num_new_tokens, num_draft_tokens, computed)?;
         let num_slots = num_new_tokens + num_draft_tokens;
+        if num_slots == 1
+            && computed.num_tokens == 0
+            && let Some(takes_block) = self.decodes(index)
+        {
+            if takes_block && self.pool.num_available() == 0 {
+                return Ok(None);
+            }
+            self.extend_by_one(index, takes_block);
+            let slot = self.slot(index, 0, self.sequences[index].num_scheduled - 1);
+            return Ok(Some(AllocatedSlots { slot_mapping: smallvec![slot], copies: Vec::new() }));
+        }
         if self.blocks_needed(index, num_slots, computed) > self.pool.num_available() {
             return Ok(None);
         }

@@ -87,7 +87,7 @@ impl PlanRecord {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocatedSlots {
     /// Where each new token's key and value go, group after group: `block * block_size + offset`.
-    pub slot_mapping: Vec<i64>,
+    pub slot_mapping: SmallVec<[i64; 2]>,
     /// Blocks to copy before anything is written, at most one per group.
     pub copies: Vec<BlockCopy>,
 }
@@ -255,6 +255,44 @@ impl KVCacheManager {
         self.register_filled(index);
     }
 
+    /// Whether a sequence may grow by [`Self::extend_by_one`], and whether that takes a block.
+    pub(crate) fn decodes(&self, index: usize) -> Option<bool> {
+        let Sequence { tables, tail, moves, num_scheduled, .. } = &self.sequences[index];
+        let [table] = tables.as_slice() else { return None };
+        let is_plain = *tail == Tail::Own && moves.is_none() && *num_scheduled > 0;
+        is_plain.then_some(table.len() * self.block_size == *num_scheduled)
+    }
+
+    /// Grows a sequence by one token in the newest plan, as [`Self::extend`] does; the caller has asked [`Self::decodes`].
+    /// Answers the sequence's epoch and its columns.
+    pub(crate) fn extend_by_one(&mut self, index: usize, takes_block: bool) -> (u32, u32) {
+        let sequence = &mut self.sequences[index];
+        if takes_block {
+            sequence.tables[0].blocks.push(take_block(&mut self.pool, 0));
+        }
+        let (epoch, num_columns) = (sequence.epoch, sequence.tables[0].len());
+        let before = sequence.num_scheduled;
+        let after = before + 1;
+        sequence.num_scheduled = after;
+        let record = self.plans.back_mut().expect("a plan is open");
+        match sequence.in_flight.last_mut() {
+            Some(last) if last.0 == record.id => last.1 = after,
+            _ => sequence.in_flight.push((record.id, after)),
+        }
+        record.growths.push(Growth {
+            sequence: index as u32,
+            epoch,
+            before,
+            start: before,
+            after,
+            num_copies: 0,
+            tail: Tail::Own,
+            has_drafts: false,
+        });
+        self.register_filled(index);
+        (epoch, num_columns)
+    }
+
     /// The copies of the newest growth.
     pub(crate) fn last_copies(&self) -> &[BlockCopy] {
         let record = self.plans.back().expect("a plan is open");
@@ -309,11 +347,17 @@ impl KVCacheManager {
     }
 
     /// Puts every block that is, or is about to be, full of known tokens on its node.
+    #[inline]
     pub(super) fn register_filled(&mut self, index: usize) {
-        let block_size = self.block_size;
-        if !self.sequences[index].uses_cache {
-            return;
+        let sequence = &self.sequences[index];
+        if (sequence.path_len + 1) * self.block_size <= sequence.num_scheduled && sequence.uses_cache {
+            self.register_up_to_now(index);
         }
+    }
+
+    #[inline(never)]
+    fn register_up_to_now(&mut self, index: usize) {
+        let block_size = self.block_size;
         let sequence = &self.sequences[index];
         let moved = sequence.moves.as_ref().map_or(u32::MAX, |moves| moves.from);
         let limit = sequence.num_scheduled.min(sequence.tokens.len()).min(moved);

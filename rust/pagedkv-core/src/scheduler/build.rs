@@ -6,7 +6,7 @@ use super::request::{NONE, Stage};
 use super::transfers::Direction;
 use super::{Cell, Departure, InFlight, Scheduler};
 use crate::ids::{BlockId, PlanId};
-use crate::step_plan::{Change, Changes, Field, Header, StepPlan, encode_changes};
+use crate::step_plan::{Arrays, Change, Changes, Field, Header, StepPlan, encode_changes};
 
 impl Scheduler {
     pub(super) fn build(&mut self, pass: Pass) -> StepPlan {
@@ -41,8 +41,7 @@ impl Scheduler {
             ..Header::default()
         };
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
-        Self::write_sequences(&record.entries, &mut plan);
-        self.write_tokens(&record, &mut plan);
+        self.write_sequences(&record, &mut plan);
         record.write_tree_mask(&mut plan);
         plan.i64s_mut(Field::SlotMoves).copy_from_slice(self.manager.moves().as_flattened());
         for (group, out) in plan.i32s_mut(Field::NumCommonPrefixBlocks).iter_mut().enumerate() {
@@ -59,8 +58,11 @@ impl Scheduler {
     /// Numbers the samples drawn, in the order of the sequences, and notes with each who drew it.
     fn number_samples(&mut self, record: &mut InFlight) -> u32 {
         let plan = record.id;
-        for entry in record.entries.iter_mut().filter(|entry| entry.num_samples > 0) {
+        for entry in &mut record.entries {
             entry.first_sample = record.samples.len() as u32;
+            if entry.num_samples == 0 {
+                continue;
+            }
             let request = self.requests[entry.slot as usize].as_mut().expect("a planned request lives");
             if entry.num_drafts > 0 {
                 let sample = &mut request.samples[entry.sample as usize];
@@ -72,9 +74,13 @@ impl Scheduler {
                 record.samples.extend(std::iter::repeat_n(entry.sample, entry.num_samples as usize));
                 continue;
             }
-            let shares = request.stage == Stage::Prompt;
-            for (number, sample) in request.samples.iter_mut().enumerate() {
-                if if shares { sample.finish.is_none() } else { number == entry.sample as usize } {
+            let numbers = match request.stage {
+                Stage::Prompt => 0..request.samples.len(),
+                _ => entry.sample as usize..entry.sample as usize + 1,
+            };
+            for number in numbers {
+                let sample = &mut request.samples[number];
+                if sample.finish.is_none() {
                     sample.num_pending += 1;
                     sample.drawn = (plan, record.samples.len() as u32);
                     record.samples.push(number as u32);
@@ -139,67 +145,74 @@ impl Scheduler {
         Some([cell.group as i32, row as i32, cell.column as i32, block.get() as i32]).filter(|_| row != NONE)
     }
 
-    fn write_sequences(entries: &[Entry], plan: &mut StepPlan) {
-        let per_sequence = |plan: &mut StepPlan, field, value: fn(&Entry) -> u32| {
-            plan.i32s_mut(field).iter_mut().zip(entries).for_each(|(out, entry)| *out = value(entry) as i32);
-        };
-        plan.i64s_mut(Field::Handles).iter_mut().zip(entries).for_each(|(out, entry)| *out = entry.handle.get());
-        per_sequence(plan, Field::Sequence, |entry| entry.sample);
-        per_sequence(plan, Field::Rows, |entry| entry.row);
-        per_sequence(plan, Field::SeqLens, |entry| entry.end);
-        let running_sum = |plan: &mut StepPlan, field, count: fn(&Entry) -> u32| {
-            let mut sum = 0;
-            plan.i32s_mut(field)[1..].iter_mut().zip(entries).for_each(|(out, entry)| {
-                sum += count(entry) as i32;
-                *out = sum;
-            });
-        };
-        running_sum(plan, Field::QueryStartLoc, |entry| entry.end - entry.start);
-        running_sum(plan, Field::SampleStartLoc, |entry| entry.num_samples);
-        let mut end = 0;
-        let rows = plan.i32s_mut(Field::SampleRows);
-        for entry in entries {
-            end += (entry.end - entry.start) as i32;
-            let rows = &mut rows[entry.first_sample as usize..][..entry.num_samples as usize];
-            // A token after each guess and after the last known token; else every sample from the last row.
-            let first = end - 1 - entry.num_drafts as i32;
-            let step = i32::from(entry.num_drafts > 0);
-            rows.iter_mut().zip(0..).for_each(|(row, number)| *row = first + step * number);
+    /// Writes what there is one of for each sequence, token and sample.
+    fn write_sequences(&self, record: &InFlight, plan: &mut StepPlan) {
+        let mut arrays = plan.arrays_mut();
+        let mut at = 0;
+        for (place, entry) in record.entries.iter().enumerate() {
+            arrays.handles[place] = entry.handle.get();
+            arrays.sequence[place] = entry.sample as i32;
+            arrays.rows[place] = entry.row as i32;
+            arrays.seq_lens[place] = entry.end as i32;
+            if entry.draws_one() && entry.end - entry.start == 1 {
+                self.write_token(entry, at, &mut arrays);
+            } else {
+                self.write_tokens(record, entry, at, &mut arrays);
+            }
+            at += (entry.end - entry.start) as usize;
+            arrays.query_start_loc[place + 1] = at as i32;
+            arrays.sample_start_loc[place + 1] = (entry.first_sample + entry.num_samples) as i32;
         }
     }
 
-    fn write_tokens(&self, record: &InFlight, plan: &mut StepPlan) {
-        let num_tokens = plan.sizes().num_tokens as usize;
-        let mut at = 0;
-        for entry in &record.entries {
-            let sequence = self.manager.sequence(entry.sequence as usize);
-            let len = (entry.end - entry.start) as usize;
-            let known = sequence.tokens.len().clamp(entry.start, entry.end);
-            sequence
-                .tokens
-                .copy_to(entry.start, &mut plan.i32s_mut(Field::TokenIds)[at..][..(known - entry.start) as usize]);
-            let positions = &mut plan.i32s_mut(Field::Positions)[at..][..len];
-            positions.iter_mut().zip(entry.start..).for_each(|(out, position)| *out = position as i32);
-            plan.i32s_mut(Field::InputFrom)[at..][..len].fill(-1);
-            if entry.num_drafts > 0 {
-                let nodes = record.nodes_of(entry);
-                let ids = &mut plan.i32s_mut(Field::TokenIds)[at + len - nodes.len()..at + len];
-                ids.iter_mut().zip(nodes).for_each(|(id, node)| *id = node.token);
-                if entry.is_tree {
-                    // The known token, and behind it each guess by its depth.
-                    let positions = &mut plan.i32s_mut(Field::Positions)[at..at + len];
-                    (1..).zip(nodes).for_each(|(i, node)| positions[i] = positions[(node.parent + 1) as usize] + 1);
-                }
-            } else if known < entry.end {
-                // Only the sample that the previous plan draws is unknown.
-                plan.i32s_mut(Field::InputFrom)[at + len - 1] = entry.drawn_before.1 as i32;
-            }
-            for (group, (table, spec)) in sequence.tables.iter().zip(&self.manager.groups).enumerate() {
-                let slots = &mut plan.i64s_mut(Field::SlotMapping)[group * num_tokens + at..][..len];
-                write_slots(&table.blocks, spec.block_size, entry.start, slots);
-            }
-            at += len;
+    /// Writes the one token of a decode.
+    fn write_token(&self, entry: &Entry, at: usize, arrays: &mut Arrays<'_>) {
+        let sequence = self.manager.sequence(entry.sequence as usize);
+        // It is the last one that is known, or the one that the previous plan draws.
+        match sequence.tokens.last_at(entry.start) {
+            Some(token) => (arrays.token_ids[at], arrays.input_from[at]) = (token, -1),
+            None => arrays.input_from[at] = entry.drawn_before.1 as i32,
         }
+        arrays.positions[at] = entry.start as i32;
+        arrays.sample_rows[entry.first_sample as usize] = at as i32;
+        let num_tokens = arrays.token_ids.len();
+        for (group, (table, spec)) in sequence.tables.iter().zip(&self.manager.groups).enumerate() {
+            let block = i64::from(table.blocks[(entry.start / spec.block_size) as usize].get());
+            let offset = i64::from(entry.start % spec.block_size);
+            arrays.slot_mapping[group * num_tokens + at] = block * i64::from(spec.block_size) + offset;
+        }
+    }
+
+    fn write_tokens(&self, record: &InFlight, entry: &Entry, at: usize, arrays: &mut Arrays<'_>) {
+        let sequence = self.manager.sequence(entry.sequence as usize);
+        let len = (entry.end - entry.start) as usize;
+        let known = sequence.tokens.len().clamp(entry.start, entry.end);
+        let ids = &mut arrays.token_ids[at..at + len];
+        sequence.tokens.copy_to(entry.start, &mut ids[..(known - entry.start) as usize]);
+        let positions = &mut arrays.positions[at..at + len];
+        positions.iter_mut().zip(entry.start..).for_each(|(out, position)| *out = position as i32);
+        arrays.input_from[at..at + len].fill(-1);
+        if entry.num_drafts > 0 {
+            let nodes = record.nodes_of(entry);
+            ids[len - nodes.len()..].iter_mut().zip(nodes).for_each(|(id, node)| *id = node.token);
+            if entry.is_tree {
+                // The known token, and behind it each guess by its depth.
+                (1..).zip(nodes).for_each(|(i, node)| positions[i] = positions[(node.parent + 1) as usize] + 1);
+            }
+        } else if known < entry.end {
+            // Only the sample that the previous plan draws is unknown.
+            arrays.input_from[at + len - 1] = entry.drawn_before.1 as i32;
+        }
+        let num_tokens = arrays.token_ids.len();
+        for (group, (table, spec)) in sequence.tables.iter().zip(&self.manager.groups).enumerate() {
+            let slots = &mut arrays.slot_mapping[group * num_tokens + at..][..len];
+            write_slots(&table.blocks, spec.block_size, entry.start, slots);
+        }
+        // A token after each guess and after the last known token; else every sample from the last row.
+        let first = (at + len) as i32 - 1 - entry.num_drafts as i32;
+        let step = i32::from(entry.num_drafts > 0);
+        let rows = &mut arrays.sample_rows[entry.first_sample as usize..][..entry.num_samples as usize];
+        rows.iter_mut().zip(0..).for_each(|(row, number)| *row = first + step * number);
     }
 
     /// Leading blocks of a group that every sequence of the plan shares and that hold only tokens of earlier steps. None

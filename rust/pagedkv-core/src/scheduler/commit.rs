@@ -110,24 +110,15 @@ impl Scheduler {
         self.drain_inbox();
         self.manager.end_plan(plan).expect("the plan is the oldest in flight");
         let mut record = self.plans.pop_front().expect("the plan is the oldest in flight");
-        let mut rows = rows.chunks_exact(width).map(tokens_of);
-        let mut paths = accepted.map(|accepted| accepted.chunks_exact(width));
         let mut result = StepResult::with_capacity(record.samples.len());
+        let mut at = 0;
         for entry in &record.entries {
-            let rows = rows.by_ref().take(entry.num_rows());
-            let mut paths = paths.as_mut().map(|paths| paths.by_ref().take(entry.num_rows()));
-            let Some(request) = self.entry_request(entry) else {
-                result.num_ignored += rows.map(|row| row.len() as u32).sum::<u32>();
-                paths.into_iter().flatten().for_each(drop);
-                continue;
-            };
-            request.num_in_flight -= 1;
-            if entry.completes_prompt {
-                self.part_samples(entry, &mut result);
-            }
-            for (&sample, tokens) in record.samples[entry.first_sample as usize..].iter().zip(rows) {
-                let path = paths.as_mut().and_then(Iterator::next);
-                self.take_tokens(entry, sample as usize, tokens, path, &mut result);
+            let span = at..at + entry.num_rows() * width;
+            at = span.end;
+            if !entry.draws_one() || !self.commit_one(entry, rows[span.start], &mut result) {
+                let rows = rows[span.clone()].chunks_exact(width).map(tokens_of);
+                let paths = accepted.map(|accepted| accepted[span].chunks_exact(width));
+                self.commit_entry(entry, &record.samples, rows, paths, &mut result);
             }
         }
         self.announce_departures();
@@ -136,6 +127,28 @@ impl Scheduler {
         record.clear();
         self.spare_plans.push(record);
         result
+    }
+
+    fn commit_entry<'a>(
+        &mut self,
+        entry: &Entry,
+        samples: &[u32],
+        rows: impl Iterator<Item = &'a [i32]>,
+        mut paths: Option<impl Iterator<Item = &'a [i32]>>,
+        result: &mut StepResult,
+    ) {
+        let Some(request) = self.entry_request(entry) else {
+            result.num_ignored += rows.map(|row| row.len() as u32).sum::<u32>();
+            return;
+        };
+        request.num_in_flight -= 1;
+        if entry.completes_prompt {
+            self.part_samples(entry, result);
+        }
+        for (&sample, tokens) in samples[entry.first_sample as usize..].iter().zip(rows) {
+            let path = paths.as_mut().and_then(Iterator::next);
+            self.take_tokens(entry, sample as usize, tokens, path, result);
+        }
     }
 
     /// Lets the next plan tell of the columns that left a window.
@@ -246,7 +259,7 @@ impl super::request::Request {
         self.reason_at(sample, self.samples[sample].num_outputs + 1, token)
     }
 
-    fn reason_at(&self, sample: usize, num_outputs: u32, token: i32) -> Option<FinishReason> {
+    pub(super) fn reason_at(&self, sample: usize, num_outputs: u32, token: i32) -> Option<FinishReason> {
         if num_outputs >= self.min_tokens.max(1) && self.stop_token_ids.contains(&token) {
             Some(FinishReason::Stop)
         } else {

@@ -13,6 +13,7 @@ mod admission;
 mod beams;
 mod build;
 mod commit;
+mod decode;
 mod drafts;
 mod explain;
 mod export;

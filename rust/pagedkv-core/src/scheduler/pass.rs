@@ -200,9 +200,6 @@ impl Scheduler {
             Stage::Prompt => {
                 self.grow(pass, slot, request.leader());
             }
-            _ if request.samples.len() == 1 => {
-                self.grow(pass, slot, 0);
-            }
             _ if request.is_gang() => self.grow_gang(pass, slot),
             _ => self.grow_samples(pass, slot),
         }
@@ -210,7 +207,8 @@ impl Scheduler {
 
     fn grow_samples(&mut self, pass: &mut Pass, slot: u32) {
         for sample in 0..self.request(slot).samples.len() {
-            if self.request(slot).samples[sample].finish.is_none() && pass.budget > 0 {
+            let is_live = self.request(slot).samples[sample].finish.is_none();
+            if is_live && pass.budget > 0 && !self.decode(pass, slot, sample) {
                 self.grow(pass, slot, sample);
             }
         }
@@ -381,26 +379,49 @@ impl Scheduler {
         }
         pass.budget -= num_new + want.num_drafts;
         pass.record.entries.push(Entry {
-            handle: request.handle,
-            slot,
             sample: sample as u32,
-            sequence: index as u32,
-            epoch,
-            row: seat.row,
-            start,
-            end: end + want.num_drafts,
             num_samples,
-            first_sample: 0,
             drawn_before: request.samples[sample].drawn,
             num_hit_tokens: hits.num_tokens(),
             num_preemptions: request.num_preemptions,
-            num_queried: 0,
             num_drafts: want.num_drafts,
+            completes_prompt,
+            ..Entry::new(request.handle, slot, index as u32, epoch, seat.row, start..end + want.num_drafts)
+        });
+    }
+}
+
+impl Entry {
+    /// A growth of a sequence to compute these positions, and nothing else.
+    pub(super) const fn new(
+        handle: Handle,
+        slot: u32,
+        sequence: u32,
+        epoch: u32,
+        row: u32,
+        positions: std::ops::Range<u32>,
+    ) -> Self {
+        Self {
+            handle,
+            slot,
+            sample: 0,
+            sequence,
+            epoch,
+            row,
+            start: positions.start,
+            end: positions.end,
+            num_samples: 0,
+            first_sample: 0,
+            drawn_before: (PlanId::new(0), 0),
+            num_hit_tokens: 0,
+            num_preemptions: 0,
+            num_queried: 0,
+            num_drafts: 0,
             first_node: 0,
             is_tree: false,
             is_admission: false,
-            completes_prompt,
-        });
+            completes_prompt: false,
+        }
     }
 }
 

@@ -221,9 +221,62 @@ impl StepPlan {
         &mut self.bytes_mut()[start..start + len]
     }
 
+    /// The arrays that are written sequence by sequence, side by side.
+    pub(crate) fn arrays_mut(&mut self) -> Arrays<'_> {
+        let span = |field| {
+            let (start, len) = self.layout.span(field);
+            start..start + len
+        };
+        let spans = [
+            Field::Handles,
+            Field::SlotMapping,
+            Field::Sequence,
+            Field::Rows,
+            Field::TokenIds,
+            Field::Positions,
+            Field::InputFrom,
+            Field::QueryStartLoc,
+            Field::SeqLens,
+            Field::SampleRows,
+            Field::SampleStartLoc,
+        ]
+        .map(span);
+        let arrays = self.bytes_mut().get_disjoint_mut(spans).expect("the arrays of a plan do not overlap");
+        let [handles, slots, sequence, rows, ids, positions, input_from, queries, seq_lens, sample_rows, samples] =
+            arrays;
+        Arrays {
+            handles: bytemuck::cast_slice_mut(handles),
+            slot_mapping: bytemuck::cast_slice_mut(slots),
+            sequence: bytemuck::cast_slice_mut(sequence),
+            rows: bytemuck::cast_slice_mut(rows),
+            token_ids: bytemuck::cast_slice_mut(ids),
+            positions: bytemuck::cast_slice_mut(positions),
+            input_from: bytemuck::cast_slice_mut(input_from),
+            query_start_loc: bytemuck::cast_slice_mut(queries),
+            seq_lens: bytemuck::cast_slice_mut(seq_lens),
+            sample_rows: bytemuck::cast_slice_mut(sample_rows),
+            sample_start_loc: bytemuck::cast_slice_mut(samples),
+        }
+    }
+
     fn bytes_mut(&mut self) -> &mut [u8] {
         bytemuck::cast_slice_mut(&mut self.lines)
     }
+}
+
+/// The arrays of a plan that are written sequence by sequence; see [`Field`].
+pub(crate) struct Arrays<'a> {
+    pub(crate) handles: &'a mut [i64],
+    pub(crate) slot_mapping: &'a mut [i64],
+    pub(crate) sequence: &'a mut [i32],
+    pub(crate) rows: &'a mut [i32],
+    pub(crate) token_ids: &'a mut [i32],
+    pub(crate) positions: &'a mut [i32],
+    pub(crate) input_from: &'a mut [i32],
+    pub(crate) query_start_loc: &'a mut [i32],
+    pub(crate) seq_lens: &'a mut [i32],
+    pub(crate) sample_rows: &'a mut [i32],
+    pub(crate) sample_start_loc: &'a mut [i32],
 }
 
 impl Drop for StepPlan {
