@@ -11,11 +11,9 @@ use crate::errors::invalid;
 
 /// Token or block ids: an int32 or int64 array of any library, or a sequence of ints. Copied.
 pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i32>>() {
-        return Ok(match array.as_slice() {
-            Ok(slice) => slice.to_vec(),
-            Err(_) => array.as_array().to_vec(),
-        });
+    if let Ok(array) = object.cast::<PyArray1<i32>>() {
+        // One with gaps is read row by row.
+        return array.to_vec().or_else(|_| Ok(object.extract::<PyReadonlyArray1<'_, i32>>()?.as_array().to_vec()));
     }
     if let Ok(array) = object.extract::<PyReadonlyArray1<'_, i64>>() {
         return narrowed(argument, array.as_array().iter().copied());

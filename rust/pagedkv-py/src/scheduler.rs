@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use numpy::PyArray1;
 use pagedkv_core::{Handle, Inbox, NewRequest, Policy, Scheduler as Core};
-use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 use crate::arrays::{self, array, ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
@@ -47,7 +47,8 @@ pub(crate) struct Scheduler {
 }
 
 pub(crate) fn monotonic(py: Python<'_>) -> PyResult<f64> {
-    py.import(intern!(py, "time"))?.call_method0(intern!(py, "monotonic"))?.extract()
+    static MONOTONIC: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    MONOTONIC.import(py, "time", "monotonic")?.call0()?.extract()
 }
 
 impl Scheduler {
