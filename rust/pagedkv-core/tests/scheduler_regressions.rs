@@ -1,6 +1,8 @@
 //! Faults of the scheduler that were found, each named after what went wrong, each seen failing first.
 
-use pagedkv_core::{CacheConfig, Change, Error, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{
+    CacheConfig, Change, Error, Handle, NewRequest, Policy, PreemptionMode, Scheduler, SchedulerConfig, StepPlan,
+};
 
 fn scheduler(num_blocks: u32, max_plans_in_flight: u32) -> Scheduler {
     let cache = CacheConfig { block_size: 1, ..CacheConfig::new(num_blocks) };
@@ -92,4 +94,114 @@ fn block_table_of_a_request_that_was_just_added_named_an_unknown_handle() {
     assert_eq!(scheduler.block_table(handle, 1), Ok(None));
     assert!(matches!(scheduler.block_table(handle, 2), Err(Error::InvalidArgument { argument: "sequence", .. })));
     assert_eq!(scheduler.block_table(Handle::new(1), 0), Err(Error::UnknownHandle(Handle::new(1))));
+}
+
+fn session(request_id: &str, prompt: &[i32], max_tokens: u32, n: u32) -> NewRequest {
+    NewRequest { session: true, n, ..NewRequest::new(request_id, prompt.to_vec(), max_tokens) }
+}
+
+fn step(scheduler: &mut Scheduler) -> StepPlan {
+    let plan = scheduler.schedule().unwrap();
+    commit(scheduler, &plan);
+    scheduler.check_integrity().unwrap();
+    plan
+}
+
+#[test]
+fn fork_that_lost_its_blocks_before_its_first_admission_was_counted_as_waiting_twice() {
+    let mut scheduler = scheduler(1 + 3, 1);
+    let parent = add(&mut scheduler, "parent", &[1, 1], 2, 1);
+    step(&mut scheduler);
+    scheduler.advance(1.0).unwrap();
+    let fork = scheduler.fork(parent, 0, NewRequest { arrival: 1.0, ..NewRequest::new("fork", vec![], 1) }).unwrap();
+    scheduler.hold(fork).unwrap();
+    let other = add(&mut scheduler, "other", &[2, 2], 1, 1);
+    scheduler.advance(2.0).unwrap();
+    (0..2).for_each(|_| drop(step(&mut scheduler)));
+    assert_eq!(scheduler.request_stats(fork).unwrap().num_preemptions, 1, "the scene is another");
+    assert!(scheduler.request_stats(other).is_err(), "it has ended");
+    scheduler.advance(5.0).unwrap();
+    scheduler.release(fork).unwrap();
+    scheduler.schedule().unwrap();
+    let found = scheduler.request_stats(fork).unwrap();
+    assert_eq!((found.queue_time, found.requeue_time), (Some(4.0), 0.0));
+}
+
+#[test]
+fn rollback_took_hits_back_from_a_turn_that_was_over() {
+    let mut scheduler = scheduler(16, 2);
+    add(&mut scheduler, "cached", &[1, 2, 3], 1, 1);
+    step(&mut scheduler);
+    let handle = scheduler.add_request(session("session", &[1, 2, 3], 4, 1)).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    scheduler.finish(handle, 0).unwrap();
+    let reported = scheduler.stats().totals;
+    scheduler.rollback(plan.id()).unwrap();
+    assert_eq!(scheduler.request_stats(handle).unwrap().num_cached_tokens, 2);
+    assert_eq!(scheduler.stats().totals, reported);
+}
+
+#[test]
+fn draft_tokens_of_a_turn_that_was_over_were_checked_in_the_next_one() {
+    let cache = CacheConfig { block_size: 1, ..CacheConfig::new(32) };
+    let limits = SchedulerConfig { lookahead: 2, long_prefill_token_threshold: 2, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let handle = scheduler.add_request(session("session", &[1, 2], 8, 1)).unwrap();
+    step(&mut scheduler);
+    scheduler.set_draft_tokens(&[0], &[0, 2], &[5, 6]).unwrap();
+    scheduler.finish(handle, 0).unwrap();
+    // Two chunks, of which the second has the one token that guesses could follow.
+    scheduler.append_tokens(handle, 0, &[8, 9], None).unwrap();
+    assert_eq!([(); 2].map(|()| step(&mut scheduler).sizes().num_tokens), [2, 1]);
+}
+
+/// Both samples of a session have ended. One goes on, waits, and loses its blocks to another request; then the other one
+/// gets tokens, and waits with it.
+fn turn_of_which_one_sample_has_blocks() -> (Scheduler, Handle) {
+    let mut scheduler = scheduler(1 + 13, 1);
+    let handle = scheduler.add_request(session("session", &[1, 1], 3, 2)).unwrap();
+    (0..3).for_each(|_| drop(step(&mut scheduler)));
+    let before = add(&mut scheduler, "before", &[2; 7], 3, 1);
+    step(&mut scheduler);
+    scheduler.append_tokens(handle, 1, &[5], Some(2)).unwrap();
+    scheduler.hold(handle).unwrap();
+    step(&mut scheduler);
+    assert_eq!(scheduler.request_stats(handle).unwrap().num_preemptions, 1, "the scene is another");
+    scheduler.append_tokens(handle, 0, &[6], Some(1)).unwrap();
+    scheduler.abort(before, None).unwrap();
+    scheduler.check_integrity().unwrap();
+    (scheduler, handle)
+}
+
+#[test]
+fn waiting_request_whose_only_sample_with_blocks_ended_was_still_taken_for_one_that_can_give_some() {
+    let (mut scheduler, handle) = turn_of_which_one_sample_has_blocks();
+    scheduler.finish(handle, 0).unwrap();
+    scheduler.check_integrity().unwrap();
+    let num_preemptions = scheduler.num_preemptions();
+    add(&mut scheduler, "after", &[3; 8], 1, 1);
+    step(&mut scheduler);
+    assert_eq!(scheduler.num_preemptions(), num_preemptions);
+}
+
+#[test]
+fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks_for_nothing() {
+    let cache = CacheConfig { block_size: 1, num_host_blocks: 8, ..CacheConfig::new(1 + 13) };
+    let limits = SchedulerConfig { preemption_mode: PreemptionMode::Swap, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let handle = scheduler.add_request(session("session", &[1, 1], 3, 2)).unwrap();
+    (0..3).for_each(|_| drop(step(&mut scheduler)));
+    scheduler.append_tokens(handle, 1, &[5], Some(2)).unwrap();
+    step(&mut scheduler);
+    scheduler.hold(handle).unwrap();
+    add(&mut scheduler, "taker", &[2; 6], 1, 1);
+    step(&mut scheduler);
+    scheduler.transfers_done(&[1], true).unwrap();
+    assert!(scheduler.num_host_blocks().1 < 8, "the scene is another");
+    scheduler.append_tokens(handle, 0, &[6], Some(1)).unwrap();
+    assert_eq!(scheduler.num_host_blocks(), (8, 8));
+    scheduler.check_integrity().unwrap();
+    scheduler.release(handle).unwrap();
+    (0..8).for_each(|_| drop(step(&mut scheduler)));
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
 }
