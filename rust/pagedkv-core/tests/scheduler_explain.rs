@@ -1,4 +1,4 @@
-//! Explanations that were wrong or that panicked, each compared with what the next plan does: seen failing first.
+//! Explanations that were wrong or that panicked, each compared with what the next plan does.
 
 #[path = "scene/steps.rs"]
 mod steps;
