@@ -63,6 +63,10 @@ impl SchedulerModel {
         if residents_before.is_empty() || first.handle == last {
             return;
         }
+        // Those behind it grow after it, and may take what it left.
+        if self.requests[at + 1..].iter().any(|request| residents_before.contains(&request.handle)) {
+            return;
+        }
         let still_needed = |request: &Request| -> usize {
             let of_sequence = |sample| {
                 let num_scheduled = request.num_scheduled(sample);
