@@ -1,24 +1,16 @@
 //! Several cache groups in one pool: windows that blocks leave, hits on which all groups agree, tables per group.
 
+#[path = "scene/groups.rs"]
+mod groups;
 mod scene;
 
+use groups::config;
 use pagedkv_core::step_plan::Field;
 use pagedkv_core::{
-    BlockState, CacheConfig, ComputedBlocks, Error, GroupSpec, KVCacheManager, NULL_BLOCK, NewRequest, Scheduler,
-    SchedulerConfig, SequenceId, StepPlan,
+    BlockState, CacheConfig, ComputedBlocks, Error, KVCacheManager, NULL_BLOCK, NewRequest, Scheduler, SchedulerConfig,
+    SequenceId, StepPlan,
 };
 use scene::{compute, create, grow, grow_anew};
-
-/// Groups of one layer each, by multiples of the block size and windows.
-fn config(block_size: u32, usable_blocks: u32, groups: &[(u32, Option<u32>)]) -> CacheConfig {
-    let spec = |(layer, &(multiple, sliding_window)): (u32, &(u32, Option<u32>))| GroupSpec {
-        layers: vec![layer],
-        sliding_window,
-        ..GroupSpec::new(0, 1, 12 / multiple, "float16")
-    };
-    let groups = (0..).zip(groups).map(spec).collect();
-    CacheConfig { block_size, groups, ..CacheConfig::new(usable_blocks + 1) }
-}
 
 fn manager(block_size: u32, usable_blocks: u32, groups: &[(u32, Option<u32>)]) -> KVCacheManager {
     KVCacheManager::new(&config(block_size, usable_blocks, groups)).expect("a valid configuration")
