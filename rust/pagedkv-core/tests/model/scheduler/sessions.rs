@@ -216,7 +216,12 @@ impl SchedulerModel {
             let (expected, found) = (String::new(), String::new());
             return Some(Error::InvalidArgument { argument: "sequence", expected, found });
         }
-        let is_under_way = self.is_in_flight(handle) || request.transfer.is_some();
+        // A plan in flight may move accepted guesses of a request that it does not run, as that is held.
+        let moves = |&(moved, number, residence, _): &(Handle, usize, u32, usize)| {
+            (moved, number, residence) == (handle, sample, request.residence)
+        };
+        let is_moved = !found.is_over && self.plans.iter().flat_map(|plan| &plan.moved).any(moves);
+        let is_under_way = self.is_in_flight(handle) || request.transfer.is_some() || is_moved;
         is_under_way.then_some(Error::RequestInFlight(handle))
     }
 
