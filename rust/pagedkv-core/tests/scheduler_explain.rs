@@ -47,12 +47,12 @@ fn samples_that_share_a_tail_are_explained_as_copying_it_once_less_than_there_ar
     assert_eq!((plan.sizes().num_tokens, plan.i32s(Field::Copies).len()), (2, 2));
 }
 
-/// Two beams and two other requests, of one block each and one of them full where `is_full`; one more block is free, and
-/// one waits for a plan in flight. Each beam is about to need a block.
-fn beams_without_room(is_full: bool) -> (Scheduler, Handle, [Handle; 2]) {
+/// So many beams and two other requests, of one block each and one of them full where `is_full`. Each beam is about to
+/// need a block: there are enough free ones for all but one of them, and one more waits for a plan in flight.
+fn beams_without_room(n: u32, is_full: bool) -> (Scheduler, Handle, [Handle; 2]) {
     let limits = SchedulerConfig { max_num_batched_tokens: 12, max_plans_in_flight: 2, ..SchedulerConfig::default() };
-    let mut scheduler = scheduler(5, &limits);
-    let beams = scheduler.add_request(beams("beams", 4, 2)).unwrap();
+    let mut scheduler = scheduler(n + 3, &limits);
+    let beams = scheduler.add_request(NewRequest { n, ..beams("beams", 4, 2) }).unwrap();
     let others = [("other", 2, if is_full { 4 } else { 2 }), ("another", 3, 2)]
         .map(|(id, first, len)| add(&mut scheduler, id, first, len, 2));
     step(&mut scheduler);
@@ -67,7 +67,7 @@ fn beams_without_room(is_full: bool) -> (Scheduler, Handle, [Handle; 2]) {
 
 #[test]
 fn beams_that_do_not_all_find_room_are_explained_as_taking_no_tokens_from_those_behind() {
-    let (mut scheduler, beams, others) = beams_without_room(false);
+    let (mut scheduler, beams, others) = beams_without_room(2, false);
     let limits = pagedkv_core::LimitsUpdate { max_num_batched_tokens: Some(2), ..Default::default() };
     scheduler.update_limits(limits).unwrap();
     let found = reason(&mut scheduler, beams);
@@ -80,7 +80,15 @@ fn beams_that_do_not_all_find_room_are_explained_as_taking_no_tokens_from_those_
 
 #[test]
 fn request_behind_one_that_blocks_are_reserved_for_is_explained_by_what_is_left_of_them() {
-    let (mut scheduler, _, others) = beams_without_room(true);
+    let (mut scheduler, _, others) = beams_without_room(2, true);
+    let found = reason(&mut scheduler, others[0]);
+    assert!(matches!(found, Reason::Blocks { needed: 1, available: 0, fenced: 1, .. }), "{found:?}");
+    assert_eq!(steps::handles(&plan(&mut scheduler)), [others[1].get()]);
+}
+
+#[test]
+fn blocks_that_some_beams_would_get_are_explained_as_reserved_for_all_of_them() {
+    let (mut scheduler, _, others) = beams_without_room(3, true);
     let found = reason(&mut scheduler, others[0]);
     assert!(matches!(found, Reason::Blocks { needed: 1, available: 0, fenced: 1, .. }), "{found:?}");
     assert_eq!(steps::handles(&plan(&mut scheduler)), [others[1].get()]);

@@ -157,6 +157,7 @@ impl Scheduler {
             return Reason::TokenBudget { budget: self.limits.max_num_batched_tokens, left: forecast.budget };
         }
         let before = (forecast.budget, forecast.available);
+        let (reserved, num_copied) = (forecast.reserved, forecast.copied.len());
         let claimed = (forecast.claimed, forecast.claimed_behind);
         let (mut num_tokens, mut reason) = (0, None);
         for sample in samples {
@@ -165,10 +166,18 @@ impl Scheduler {
                 Err(_) if reason.is_some() => {}
                 Err(found) => reason = Some(found),
             }
+            if together && reason.is_some() {
+                break;
+            }
         }
         match reason {
             Some(reason) if num_tokens == 0 || together => {
+                if forecast.reserved > reserved {
+                    // It needs again what it had got.
+                    forecast.reserved += before.1 - forecast.available;
+                }
                 (forecast.budget, forecast.available) = before;
+                forecast.copied.truncate(num_copied);
                 if together {
                     (forecast.claimed, forecast.claimed_behind) = claimed;
                     self.forecast_claim(slot, forecast);
