@@ -1,5 +1,6 @@
 //! Faults of the scheduler that were found, each named after what went wrong, each seen failing first.
 
+use pagedkv_core::step_plan::Field;
 use pagedkv_core::{
     CacheConfig, Change, Error, Handle, NewRequest, Policy, PreemptionMode, Scheduler, SchedulerConfig, StepPlan,
 };
@@ -203,5 +204,40 @@ fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks
     scheduler.check_integrity().unwrap();
     scheduler.release(handle).unwrap();
     (0..8).for_each(|_| drop(step(&mut scheduler)));
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
+}
+
+/// Both samples of a session end before the prompt is computed; then one of them goes on with two tokens more, and the
+/// other one with the prompt alone.
+fn turn_of_samples_of_different_lengths(longer: u32) -> (Scheduler, Handle) {
+    let mut scheduler = scheduler(1 + 16, 1);
+    let handle = scheduler.add_request(session("session", &[1, 2], 2, 2)).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    (0..2).for_each(|sample| scheduler.finish(handle, sample).unwrap());
+    commit(&mut scheduler, &plan);
+    scheduler.append_tokens(handle, longer, &[8, 9], Some(1)).unwrap();
+    scheduler.append_tokens(handle, 1 - longer, &[], Some(1)).unwrap();
+    (scheduler, handle)
+}
+
+#[test]
+fn sample_that_had_the_prompt_alone_beside_a_longer_one_never_drew_a_token() {
+    let (mut scheduler, handle) = turn_of_samples_of_different_lengths(0);
+    let plan = scheduler.schedule().unwrap();
+    let result = scheduler.commit(plan.id(), &[7]).unwrap();
+    assert_eq!((result.sequence.as_slice(), result.num_new_tokens.as_slice()), (&[1][..], &[1][..]));
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.i64s(Field::Handles), plan.i32s(Field::Positions)), (&[handle.get()][..], &[2, 3][..]));
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
+}
+
+#[test]
+fn sample_that_had_more_than_the_prompt_drew_a_token_behind_the_prompt() {
+    let (mut scheduler, handle) = turn_of_samples_of_different_lengths(1);
+    let plan = scheduler.schedule().unwrap();
+    let result = scheduler.commit(plan.id(), &[7]).unwrap();
+    assert_eq!((result.sequence.as_slice(), result.num_new_tokens.as_slice()), (&[0][..], &[1][..]));
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.i64s(Field::Handles), plan.i32s(Field::Positions)), (&[handle.get()][..], &[2, 3][..]));
     assert_eq!(scheduler.num_unfinished_requests(), 0);
 }

@@ -79,8 +79,10 @@ impl Scheduler {
                 _ => entry.sample as usize..entry.sample as usize + 1,
             };
             for number in numbers {
+                let is_prompt = request.stage == Stage::Prompt;
+                let draws = !is_prompt || request.draws_behind_the_prompt(&request.samples[number], &self.manager);
                 let sample = &mut request.samples[number];
-                if sample.finish.is_none() {
+                if draws {
                     sample.num_pending += 1;
                     sample.drawn = (plan, record.samples.len() as u32);
                     record.samples.push(number as u32);

@@ -345,15 +345,12 @@ impl Scheduler {
         self.manager.extend(index, num_new + want.num_drafts, hits);
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
         let completes_prompt = request.stage == Stage::Prompt && end == want.target;
-        let is_first = self.manager.sequence(index).tokens.len() == request.prompt_len();
         let num_samples = match request.stage {
-            Stage::Prompt => {
-                if completes_prompt && is_first {
-                    request.num_live
-                } else {
-                    0
-                }
+            Stage::Prompt if completes_prompt => {
+                request.samples.iter().filter(|sample| request.draws_behind_the_prompt(sample, &self.manager)).count()
+                    as u32
             }
+            Stage::Prompt => 0,
             _ if want.num_drafts > 0 => want.num_drafts + 1,
             _ => u32::from(end == self.manager.sequence(index).tokens.len() + request.samples[sample].num_pending),
         };

@@ -14,7 +14,7 @@ use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerCon
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
-use crate::kv_cache_manager::{Arrival, Match};
+use crate::kv_cache_manager::{Arrival, KVCacheManager, Match};
 
 /// "No sequence", "no row".
 pub(super) const NONE: u32 = u32::MAX;
@@ -351,6 +351,13 @@ impl Request {
     /// each other's places.
     pub(super) fn is_gang(&self) -> bool {
         self.needs_commit && self.samples.len() > 1
+    }
+
+    /// Whether a sample draws a token when the prompt is computed for all. One that had more tokens before goes on behind
+    /// those: after a preemption all have, in a session's turn some may.
+    pub(super) fn draws_behind_the_prompt(&self, sample: &Sample, manager: &KVCacheManager) -> bool {
+        let sequence = manager.sequences.get(sample.sequence as usize);
+        sample.finish.is_none() && sequence.is_none_or(|sequence| sequence.tokens.len() == self.prompt_len())
     }
 
     /// Seats that the request takes when it is admitted.

@@ -132,8 +132,9 @@ impl SchedulerModel {
         tokens.extend(drafts.iter().map(|node| node.token));
         let drawn: Vec<usize> = if request.has_parted {
             if end == tokens.len() { vec![sample] } else { vec![] }
-        } else if completes_prompt && request.samples[sample].outputs.is_empty() {
-            request.live().collect()
+        } else if completes_prompt {
+            // One that had more tokens before goes on behind those.
+            request.live().filter(|&sample| request.samples[sample].outputs.is_empty()).collect()
         } else {
             vec![]
         };
