@@ -95,7 +95,9 @@ impl SchedulerModel {
             let request = &self.requests[self.position(Handle::new(handle)).expect("a live request")];
             let before =
                 if request.is_resident { request.num_scheduled(sample) } else { request.samples[sample].num_scheduled };
-            if start as usize > before {
+            let is_to_be_hit =
+                self.fills_for_others(request, sample, start as usize..plan.i32s(Field::SeqLens)[s] as usize);
+            if start as usize > before || is_to_be_hit {
                 return;
             }
         }
@@ -113,6 +115,17 @@ impl SchedulerModel {
                 _ => assert_eq!(num_tokens, None, "{handle:?}: {reason}"),
             }
         }
+    }
+
+    /// Whether a request that waits begins with the tokens of a block that is filled by computing these positions.
+    fn fills_for_others(&self, request: &Request, sample: usize, positions: std::ops::Range<usize>) -> bool {
+        let tokens = request.known(sample);
+        self.requests.iter().filter(|other| !other.is_resident).any(|other| {
+            let prompt = &other.asked.prompt_token_ids;
+            let shared = prompt.iter().zip(&tokens).take_while(|(one, other)| one == other).count().min(positions.end);
+            let border = shared - shared % self.limits.block_size;
+            border > positions.start
+        })
     }
 
     /// If work fits it is planned.
