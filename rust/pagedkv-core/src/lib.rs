@@ -63,7 +63,6 @@ pub mod scheduler;
 pub mod stats;
 pub mod step_plan;
 mod table_export;
-mod transfer_fences;
 
 pub use block_list::BlockState;
 pub use block_pool::BlockPool;

@@ -1,7 +1,7 @@
 //! Blocks that transfers read or write, and blocks that come back to whom they belonged.
 
+use super::BlockPool;
 use crate::block_list::BlockState;
-use crate::block_pool::BlockPool;
 use crate::ids::{BlockId, NO_NODE};
 
 impl BlockPool {
