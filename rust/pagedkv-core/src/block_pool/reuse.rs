@@ -11,7 +11,7 @@ impl BlockPool {
     /// free stays as it is, and so does one whose prefix others continue.
     ///
     /// # Errors
-    /// [`Error::UnknownBlock`] for an id outside the pool.
+    /// [`Error::UnknownBlock`](crate::Error::UnknownBlock) for an id outside the pool.
     ///
     /// # Complexity
     /// O(1), and O(1) for each prefix that only this block kept.

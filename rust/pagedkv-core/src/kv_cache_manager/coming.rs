@@ -91,6 +91,15 @@ impl KVCacheManager {
         tokens.iter().for_each(|&token| self.append_token(index, token));
     }
 
+    pub(crate) fn append_token(&mut self, index: usize, token: i32) {
+        self.sequences[index].tokens.push(token);
+        self.register_filled(index);
+        if self.has_windows {
+            // The one before it was the last that was known.
+            self.leave_windows(index);
+        }
+    }
+
     /// Remembers that the last tokens of the latest growth are guesses.
     pub(super) fn mark_drafts(&mut self, index: usize, num_drafts: u32) {
         if num_drafts > 0 {
