@@ -7,14 +7,17 @@
 
 mod batch;
 mod coming;
+mod copy_on_write;
 mod cuts;
 mod group_lookup;
+mod growth;
 mod lifecycle;
 mod lookup;
 mod matching;
 mod moves;
 mod pins;
 mod plan;
+mod registration;
 mod sequence;
 mod sessions;
 mod swap;
@@ -30,13 +33,14 @@ use crate::error::{Error, Result, invalid};
 use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::ids::{BlockId, SequenceId};
 pub use batch::{BatchSlots, Growths};
+pub use copy_on_write::BlockCopy;
+pub use growth::AllocatedSlots;
 pub(crate) use lifecycle::{check_identity, check_tokens};
 pub use lookup::ComputedBlocks;
 pub(crate) use matching::Match;
 pub use pins::PinId;
 pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
-pub use plan::{AllocatedSlots, BlockCopy};
 pub(crate) use sequence::{Sequence, Table, Tail};
 pub(crate) use swap::{Arrival, LostGrowth, Return, Returning, SwapRecord};
 pub(crate) use windows::DepartedColumn;
@@ -232,6 +236,10 @@ impl KVCacheManager {
     /// Sequences that live; pins are not among them.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len() - self.vacant.len() - self.pins.len()
+    }
+
+    pub(crate) fn sequence(&self, index: usize) -> &Sequence {
+        &self.sequences[index]
     }
 
     /// The sequence at `index`, if the record with this epoch still speaks of the blocks that it holds.

@@ -1,6 +1,6 @@
 //! Sequences that go out to the host tier, and come back.
 
-use super::plan::take_block;
+use super::growth::take_block;
 use super::{KVCacheManager, Sequence, Tail};
 use crate::host_pool::HostBlockId;
 use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
