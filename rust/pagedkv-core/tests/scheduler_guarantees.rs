@@ -9,10 +9,15 @@ use std::collections::BTreeMap;
 
 use pagedkv_core::scheduler::{RequestSnapshot, RequestState};
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{CacheConfig, Error, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{
+    CacheConfig, Error, Handle, NewRequest, Policy, PreemptionMode, Scheduler, SchedulerConfig, StepPlan,
+};
 use proptest::prelude::*;
 
 const BLOCK_SIZE: u32 = 2;
+/// Tokens of a request with two samples at its longest.
+const MOST_TOKENS: usize = 2 * (8 + 6);
+const NUM_HOST_BLOCKS: u32 = 9;
 const POLICIES: [Policy; 4] = [Policy::Fcfs, Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare];
 
 #[derive(Clone, Debug)]
@@ -34,6 +39,8 @@ struct Setting {
     usable_blocks: u32,
     max_num_seqs: u32,
     max_num_batched_tokens: u32,
+    /// Whether victims go to a host tier instead of being computed again.
+    swaps: bool,
 }
 
 fn asked() -> impl Strategy<Value = Asked> {
@@ -51,13 +58,14 @@ fn asked() -> impl Strategy<Value = Asked> {
 }
 
 fn setting() -> impl Strategy<Value = Setting> {
-    (0..4_usize, 0..4_u32, 6..14_u32, 2..5_u32, 2..9_u32).prop_map(
-        |(policy, ageing, usable_blocks, max_num_seqs, max_num_batched_tokens)| Setting {
+    (0..4_usize, 0..4_u32, 6..14_u32, 2..5_u32, 2..9_u32, any::<bool>()).prop_map(
+        |(policy, ageing, usable_blocks, max_num_seqs, max_num_batched_tokens, swaps)| Setting {
             policy: POLICIES[policy],
             ageing,
             usable_blocks,
             max_num_seqs,
             max_num_batched_tokens,
+            swaps,
         },
     )
 }
@@ -77,8 +85,12 @@ struct Run {
 
 impl Run {
     fn new(setting: &Setting) -> Self {
-        let cache = CacheConfig { block_size: BLOCK_SIZE, ..CacheConfig::new(setting.usable_blocks + 1) };
+        let (preemption_mode, num_host_blocks) =
+            if setting.swaps { (PreemptionMode::Swap, NUM_HOST_BLOCKS) } else { (PreemptionMode::Recompute, 0) };
+        let cache =
+            CacheConfig { block_size: BLOCK_SIZE, num_host_blocks, ..CacheConfig::new(setting.usable_blocks + 1) };
         let limits = SchedulerConfig {
+            preemption_mode,
             policy: setting.policy,
             ageing: Some(setting.ageing),
             max_num_seqs: setting.max_num_seqs,
@@ -126,16 +138,39 @@ impl Run {
         let first = self.first(&before);
         let plan = self.scheduler.schedule().expect("no plan is in flight");
         let handles = plan.i64s(Field::Handles);
-        if let Some(first) = first {
+        // Blocks that are on their way, its own or a victim's, are there in the next step.
+        let waits_for_copies = self.scheduler.outstanding_transfers().next().is_some();
+        if let Some(first) = first.filter(|_| !waits_for_copies) {
             assert!(handles.contains(&first.get()), "{first:?} is the first and does not run");
         }
-        assert!(!handles.is_empty() || before.is_empty(), "the plan is empty while there is work");
+        let may_be_empty = before.is_empty() || plan.waits_for_transfers();
+        assert!(!handles.is_empty() || may_be_empty, "the plan is empty while there is work");
         self.follow_admissions(&plan, &before);
+        for request in &before {
+            let num_preemptions = request.num_preemptions as usize;
+            assert!(
+                num_preemptions <= self.most_preemptions(),
+                "{:?} lost its blocks {num_preemptions} times",
+                request.handle
+            );
+        }
         for ended in steps::commit(&mut self.scheduler, &plan).finished {
             let waited = self.now - self.arrival.remove(&ended.handle).expect("it was added");
             assert!(waited <= self.most_steps(), "{:?} took {waited} steps", ended.handle);
         }
+        let transfers: Vec<i64> = self.scheduler.outstanding_transfers().collect();
+        self.scheduler.transfers_done(&transfers, !self.now.is_multiple_of(5)).expect("outstanding ones");
         self.now += 1;
+    }
+
+    /// Requests that may come before another one, however many come behind it.
+    fn most_ahead(&self) -> usize {
+        12 + (self.setting.ageing + self.setting.max_num_seqs) as usize
+    }
+
+    /// A request gives way only to those before it, each time for a block that one of them takes.
+    fn most_preemptions(&self) -> usize {
+        self.most_ahead() * MOST_TOKENS.div_ceil(BLOCK_SIZE as usize)
     }
 
     /// The first request in policy order, as far as it is told from outside: due ones first, by arrival; then by priority,
@@ -177,9 +212,9 @@ impl Run {
     /// Steps in which every request ends, whoever comes behind it: those that may come before it are counted, and each
     /// computes all of its tokens once more for each of them at the worst.
     fn most_steps(&self) -> usize {
-        let ahead = 12 + (self.setting.ageing + self.setting.max_num_seqs) as usize;
-        let longest = 2 * (8 + 6);
-        ahead * ahead * longest
+        // What goes out and comes back takes a step each way.
+        let ways = if self.setting.swaps { 3 } else { 1 };
+        self.most_ahead() * self.most_ahead() * MOST_TOKENS * ways
     }
 
     fn drain(&mut self) {
