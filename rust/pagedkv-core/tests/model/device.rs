@@ -101,7 +101,6 @@ impl Device {
     pub(crate) fn run(&mut self, plan: &StepPlan, sampled: &[i32], sequences: &[Expected]) {
         self.update_seats(plan);
         self.update_table(plan);
-        self.start_transfers(plan);
         let copies: Vec<_> = plan.i32s(Field::Copies).chunks(2).map(|c| (c[0] as usize, c[1] as usize)).collect();
         let moves = plan.i64s(Field::SlotMoves).chunks(3).map(|slots| {
             let group = slots[0] as usize;
@@ -131,6 +130,7 @@ impl Device {
             }
         }
         self.memory.move_slots(&moves);
+        self.start_transfers(plan);
         self.memory.run(&copies, &writes);
         for (s, expected) in sequences.iter().enumerate() {
             let seat = (expected.request_id.clone(), expected.sample);
