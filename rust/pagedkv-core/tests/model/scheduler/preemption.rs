@@ -37,7 +37,14 @@ impl SchedulerModel {
             let starts_over = request.is_some_and(|request| !request.has_parted && row.is_none());
             // One that a session's earlier turn lost may be told in the next one.
             let was_preempted = |request: &Request| request.num_preemptions > 0 || request.is_session();
-            let holds = request.is_some_and(|request| was_preempted(request) && (!request.is_resident || starts_over));
+            // What plans that never ran told is told again: also of one that is back, and new in the same plan.
+            let is_back = plan
+                .changes()
+                .new
+                .iter()
+                .any(|new| (&new.request_id, new.sample) == (&change.request_id, change.sample));
+            let has_left = |request: &Request| !request.is_resident || starts_over || is_back;
+            let holds = request.is_some_and(|request| was_preempted(request) && has_left(request));
             assert!(holds, "{change:?} was not preempted");
         }
     }
