@@ -98,7 +98,7 @@ def work(path, rank):
             break
         buffer = torch.empty(size.item(), dtype=torch.uint8)
         dist.broadcast(buffer, 0)
-        tokens = shard.forward(pagedkv.StepPlan.from_buffer(buffer.numpy().tobytes()), add_up)
+        tokens = shard.forward(pagedkv.StepPlan.from_buffer(buffer.numpy()), add_up)
         if rank == 1:
             dist.send(tokens, 0)
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias, final, overload, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 __all__ = [
     "AllBlocksCleared",
@@ -450,7 +451,7 @@ class KVCacheManager(_PrefixCache):
 @final
 class StepPlan:
     @staticmethod
-    def from_buffer(buffer: bytes) -> StepPlan: ...
+    def from_buffer(buffer: Buffer) -> StepPlan: ...
     @property
     def id(self) -> int: ...
     @property

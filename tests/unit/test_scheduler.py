@@ -170,13 +170,29 @@ def test_plan_buffer_starts_on_a_cache_line():
     assert make_scheduler().schedule().buffer.ctypes.data % 64 == 0
 
 
-def test_plan_is_rebuilt_from_its_buffer():
+def received(buffer):
+    """The buffer as an array that the caller may write into, with rows as wide as a cache line."""
+    return np.array(buffer).reshape(-1, 64)
+
+
+@pytest.mark.parametrize("sent", [bytes, bytearray, memoryview, np.asarray, received])
+def test_plan_is_rebuilt_from_its_buffer(sent):
     scheduler = make_scheduler()
     scheduler.add_request("r", PROMPT, max_tokens=1)
     plan = scheduler.schedule()
-    copy = pagedkv.StepPlan.from_buffer(bytes(plan.buffer))
+    copy = pagedkv.StepPlan.from_buffer(sent(plan.buffer))
     assert np.array_equal(copy.slot_mapping, plan.slot_mapping)
     assert (copy.id, copy.new) == (plan.id, plan.new)
+
+
+def test_plan_that_was_rebuilt_does_not_change_with_the_buffer():
+    scheduler = make_scheduler()
+    scheduler.add_request("r", PROMPT, max_tokens=1)
+    plan = scheduler.schedule()
+    buffer = np.array(plan.buffer)
+    copy = pagedkv.StepPlan.from_buffer(buffer)
+    buffer[:] = 255
+    assert np.array_equal(copy.buffer, plan.buffer)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 64, -1])

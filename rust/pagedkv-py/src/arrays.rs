@@ -2,6 +2,7 @@
 
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadwriteArray1};
 use pagedkv_core::SequenceId;
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -101,6 +102,16 @@ fn narrowed(argument: &str, ids: impl Iterator<Item = i64>) -> PyResult<Vec<i32>
         i32::try_from(id).map_err(|_| found())
     };
     ids.enumerate().map(narrow).collect()
+}
+
+/// Bytes of an object with the buffer protocol. Copied, since others may write into it.
+pub(crate) fn bytes(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    let found = PyBuffer::<u8>::get(object);
+    let buffer = found.map_err(|_| wrong_type(argument, "bytes, or a buffer of unsigned bytes", object))?;
+    if !buffer.is_c_contiguous() {
+        return Err(invalid(argument, "a contiguous buffer", "one with gaps"));
+    }
+    buffer.to_vec(object.py())
 }
 
 /// An argument of the wrong type.

@@ -7,7 +7,7 @@ use pagedkv_core::step_plan::{ElementType, Field};
 use pagedkv_core::{Change, StepPlan as CorePlan};
 use pyo3::prelude::*;
 
-use crate::arrays::{contiguous, i32s_mut, wrong_type};
+use crate::arrays::{bytes, contiguous, i32s_mut, wrong_type};
 use crate::errors::{invalid, to_py_err};
 use crate::guard::Guarded;
 
@@ -121,10 +121,15 @@ fields! {
 
 #[pymethods]
 impl StepPlan {
-    /// Rebuild a plan from the bytes of another's buffer.
+    /// Rebuild a plan from the bytes of another's buffer: a bytes object, or anything whose buffer is contiguous and of
+    /// unsigned bytes, an array of uint8 say. They are copied.
     #[staticmethod]
-    fn from_buffer(buffer: &[u8]) -> PyResult<Self> {
-        Ok(Self { plan: CorePlan::from_buffer(buffer).map_err(to_py_err)?, scheduler: None })
+    fn from_buffer(buffer: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let plan = match buffer.extract::<&[u8]>() {
+            Ok(bytes) => CorePlan::from_buffer(bytes),
+            Err(_) => CorePlan::from_buffer(&bytes("buffer", buffer)?),
+        };
+        Ok(Self { plan: plan.map_err(to_py_err)?, scheduler: None })
     }
 
     /// Number of the plan.
