@@ -100,24 +100,36 @@ fn lowest_priority_goes_first() {
 #[test]
 fn priority_falls_when_its_time_is_over() {
     let mut manager = manager(EvictionPolicy::Priority, 2);
-    manager.advance(100.0);
+    manager.advance(100.0).unwrap();
     visit(&mut manager, &[1], Some(keep(80, 10.0)));
     visit(&mut manager, &[2], Some(keep(50, FOREVER)));
-    manager.advance(109.0);
+    manager.advance(109.0).unwrap();
     visit(&mut manager, &[3], Some(keep(60, FOREVER)));
     assert_eq!([1, 2].map(|prompt| cached(&mut manager, &[prompt])), [1, 0]);
-    manager.advance(110.0);
+    manager.advance(110.0).unwrap();
     visit(&mut manager, &[4], None);
     assert_eq!([1, 3].map(|prompt| cached(&mut manager, &[prompt])), [0, 1]);
+}
+
+#[test]
+fn time_that_is_not_finite_is_refused_and_ends_no_priority() {
+    let mut manager = manager(EvictionPolicy::Priority, 1);
+    visit(&mut manager, &[1], Some(keep(80, 10.0)));
+    for time in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let refused = manager.advance(time);
+        assert!(matches!(refused, Err(Error::InvalidArgument { argument: "now", .. })), "{refused:?}");
+    }
+    manager.advance(9.0).unwrap();
+    assert_eq!(cached(&mut manager, &[1]), 1);
 }
 
 #[test]
 fn time_of_a_priority_starts_when_the_block_is_released() {
     let mut manager = manager(EvictionPolicy::Priority, 2);
     let (sequence, _) = compute(&mut manager, &[1], Some(keep(80, 10.0)));
-    manager.advance(1000.0);
+    manager.advance(1000.0).unwrap();
     manager.free(sequence).unwrap();
-    manager.advance(1009.0);
+    manager.advance(1009.0).unwrap();
     visit(&mut manager, &[2], Some(keep(50, FOREVER)));
     visit(&mut manager, &[3], None);
     assert_eq!([1, 2].map(|prompt| cached(&mut manager, &[prompt])), [1, 0]);
@@ -139,7 +151,7 @@ fn prefix_whose_priority_fell_still_outlives_what_continues_it() {
     let mut manager = manager(EvictionPolicy::Priority, 3);
     visit(&mut manager, &[1, 2], Some(keep(40, FOREVER)));
     visit(&mut manager, &[1], Some(keep(90, 5.0)));
-    manager.advance(6.0);
+    manager.advance(6.0).unwrap();
     visit(&mut manager, &[3], Some(keep(70, FOREVER)));
     visit(&mut manager, &[4], Some(keep(70, FOREVER)));
     assert_eq!(cached(&mut manager, &[1, 2]), 1, "the second block goes first");

@@ -139,7 +139,7 @@ impl World {
             0..7 if !self.live.is_empty() => self.free(usize::from(a)),
             _ => {
                 self.now += f64::from(a % 4);
-                self.manager.advance(self.now);
+                self.manager.advance(self.now).unwrap();
             }
         }
         self.manager.check_integrity().unwrap_or_else(|broken| panic!("{broken}"));

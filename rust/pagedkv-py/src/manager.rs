@@ -205,10 +205,7 @@ impl KVCacheManager {
 
     /// Let time pass, in seconds, for cached blocks whose priority holds for a time.
     fn advance(&self, #[pyo3(from_py_with = crate::args::f64s::now)] now: f64) -> PyResult<()> {
-        self.call(|core| {
-            core.advance(now);
-            Ok(())
-        })
+        self.call(|core| core.advance(now))
     }
 }
 

@@ -120,10 +120,17 @@ impl KVCacheManager {
     /// The time of the calls that follow, in the caller's seconds: priorities of cached blocks that were to hold until then
     /// fall. Time that goes back is ignored.
     ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a time that is not finite.
+    ///
     /// # Complexity
     /// O(log blocks) per priority that falls.
-    pub fn advance(&mut self, now: f64) {
+    pub fn advance(&mut self, now: f64) -> Result<()> {
+        if !now.is_finite() {
+            return invalid("now", "a finite time in seconds", now);
+        }
         self.pool.advance(now);
+        Ok(())
     }
 
     /// Forgets every cached prefix. What running sequences computed before stays theirs and is never hit again.

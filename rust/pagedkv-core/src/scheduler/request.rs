@@ -14,7 +14,7 @@ use crate::config::{CacheConfig, EvictionPolicy, Policy, Retention, SchedulerCon
 use crate::error::{Error, Result, invalid};
 use crate::identity::Identity;
 use crate::ids::{Handle, PlanId};
-use crate::kv_cache_manager::{Arrival, KVCacheManager, Match};
+use crate::kv_cache_manager::{Arrival, KVCacheManager, Match, check_identity, check_tokens};
 
 /// "No sequence", "no row".
 pub(super) const NONE: u32 = u32::MAX;
@@ -80,7 +80,7 @@ impl NewRequest {
     /// Checks all but what the limits say, which may change.
     pub(super) fn validate(&self, cache: &CacheConfig, policy: Policy) -> Result<()> {
         self.refuse_unsupported(policy)?;
-        crate::kv_cache_manager::check_identity(&self.identity)?;
+        check_identity(&self.identity)?;
         if let Some(retention) = self.retention {
             retention.validate()?;
             if cache.eviction_policy != EvictionPolicy::Priority {
@@ -95,6 +95,7 @@ impl NewRequest {
         if let Some(negative) = self.prompt_token_ids.iter().find(|&&token| signs < 0 && token < 0) {
             return invalid("prompt_token_ids", "token ids of at least 0", negative);
         }
+        check_tokens("stop_token_ids", &self.stop_token_ids)?;
         if let Some(beyond) = self
             .identity
             .images

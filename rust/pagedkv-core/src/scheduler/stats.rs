@@ -332,8 +332,7 @@ impl Scheduler {
             return invalid("now", "a finite time in seconds", now);
         }
         self.recorder.now = self.recorder.now.max(now);
-        self.manager.advance(self.recorder.now);
-        Ok(())
+        self.manager.advance(self.recorder.now)
     }
 
     /// The present state and everything counted since the scheduler was made.
