@@ -9,6 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::arrays::array;
 use crate::chain_hash::hash_list;
+use crate::getters::getters;
 
 /// Blocks that can be hit: each continues the one before. Fields are those of vLLM's event of this name.
 #[pyclass(frozen, module = "pagedkv._core")]
@@ -43,6 +44,19 @@ fn extra_key<'py>(py: Python<'py>, key: &ExtraKey) -> PyResult<Bound<'py, PyAny>
     }
 }
 
+getters!(BlockStored.0 {
+    block_size: u32;
+    lora_id: Option<i64>;
+    lora_name: Option<&str> = |stored| stored.lora_name.as_deref();
+    group_idx: u32;
+    kv_cache_spec_kind: &'static str = |stored| spec_kind(stored.sliding_window);
+    kv_cache_spec_sliding_window: Option<u32> = |stored| stored.sliding_window;
+});
+
+const fn spec_kind(sliding_window: Option<u32>) -> &'static str {
+    if sliding_window.is_some() { "sliding_window" } else { "full_attention" }
+}
+
 #[pymethods]
 impl BlockStored {
     #[getter]
@@ -63,24 +77,9 @@ impl BlockStored {
     }
 
     #[getter]
-    fn block_size(&self) -> u32 {
-        self.0.block_size
-    }
-
-    #[getter]
-    fn lora_id(&self) -> Option<i64> {
-        self.0.lora_id
-    }
-
-    #[getter]
     #[expect(clippy::unused_self, reason = "a property of Python")]
     fn medium(&self) -> &'static str {
         MEDIUM_GPU
-    }
-
-    #[getter]
-    fn lora_name(&self) -> Option<&str> {
-        self.0.lora_name.as_deref()
     }
 
     /// What went into each hash besides tokens, one entry per block: the adapter's name (its number if it has none),
@@ -92,21 +91,6 @@ impl BlockStored {
             if keys.is_empty() { Ok(None) } else { PyTuple::new(py, keys).map(Some) }
         };
         self.0.extra_keys.iter().map(entry).collect()
-    }
-
-    #[getter]
-    fn group_idx(&self) -> u32 {
-        self.0.group_idx
-    }
-
-    #[getter]
-    fn kv_cache_spec_kind(&self) -> &'static str {
-        if self.0.sliding_window.is_some() { "sliding_window" } else { "full_attention" }
-    }
-
-    #[getter]
-    fn kv_cache_spec_sliding_window(&self) -> Option<u32> {
-        self.0.sliding_window
     }
 
     /// The event as the map that vLLM's subscribers read.

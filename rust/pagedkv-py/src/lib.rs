@@ -12,6 +12,7 @@ mod cpu_ops;
 mod dlpack;
 mod errors;
 mod events;
+mod getters;
 mod guard;
 mod identity;
 mod manager;

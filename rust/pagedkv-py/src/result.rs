@@ -5,6 +5,7 @@ use pagedkv_core::StepResult as CoreResult;
 use pyo3::prelude::*;
 
 use crate::arrays::array;
+use crate::getters::getters;
 use crate::stats::RequestStats;
 
 /// What a commit did: four arrays with one entry per sample that got tokens, and lists of what changed state.
@@ -56,34 +57,17 @@ impl StepResult {
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct FinishedRequest(pagedkv_core::FinishedRequest);
 
+getters!(FinishedRequest.0 {
+    handle: i64 = |request| request.handle.get();
+    request_id: &str = |request| &request.request_id;
+    num_cached_tokens: u32;
+    num_preemptions: u32;
+    /// All that was counted of it.
+    stats: RequestStats = |request| request.stats.into();
+});
+
 #[pymethods]
 impl FinishedRequest {
-    #[getter]
-    fn handle(&self) -> i64 {
-        self.0.handle.get()
-    }
-
-    #[getter]
-    fn request_id(&self) -> &str {
-        &self.0.request_id
-    }
-
-    #[getter]
-    fn num_cached_tokens(&self) -> u32 {
-        self.0.num_cached_tokens
-    }
-
-    #[getter]
-    fn num_preemptions(&self) -> u32 {
-        self.0.num_preemptions
-    }
-
-    /// All that was counted of it.
-    #[getter]
-    fn stats(&self) -> RequestStats {
-        self.0.stats.into()
-    }
-
     fn __repr__(&self) -> String {
         format!("FinishedRequest(handle={}, request_id={:?})", self.0.handle.get(), self.0.request_id)
     }

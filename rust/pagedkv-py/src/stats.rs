@@ -7,10 +7,18 @@ use pagedkv_core as core;
 use pyo3::prelude::*;
 
 use crate::arrays::array;
+use crate::getters::getters;
 
 /// A distribution of values over buckets.
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Histogram(core::Histogram);
+
+getters!(Histogram.0 {
+    /// Values counted.
+    count: u64 = |histogram| histogram.count();
+    /// Sum of the values.
+    sum: f64 = |histogram| histogram.sum();
+});
 
 #[pymethods]
 impl Histogram {
@@ -26,20 +34,14 @@ impl Histogram {
         array(py, self.0.counts().iter().map(|&count| count as i64).collect())
     }
 
-    /// Values counted.
-    #[getter]
-    fn count(&self) -> u64 {
-        self.0.count()
-    }
-
-    /// Sum of the values.
-    #[getter]
-    fn sum(&self) -> f64 {
-        self.0.sum()
-    }
-
     fn __repr__(&self) -> String {
         format!("Histogram(count={}, sum={})", self.0.count(), self.0.sum())
+    }
+}
+
+impl From<&core::Histogram> for Histogram {
+    fn from(histogram: &core::Histogram) -> Self {
+        Self(histogram.clone())
     }
 }
 
@@ -104,64 +106,55 @@ impl From<&core::RequestTotals> for RequestTotals {
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct SchedulerStats(pub(crate) core::SchedulerStats);
 
+getters!(SchedulerStats.0 {
+    num_requests_running: u64;
+    num_requests_waiting: u64;
+    /// Share of the usable blocks that are not available, from 0 to 1.
+    kv_cache_usage: f64;
+    num_free_blocks: u32;
+    /// Blocks that nobody holds and that can be hit.
+    num_cached_blocks: u32;
+    num_held_blocks: u32;
+    /// Blocks that wait for a plan to end.
+    num_fenced_blocks: u32;
+    /// Cached blocks that were reused for something else.
+    num_evictions: u64;
+    /// Tokens for samples that had ended before.
+    num_ignored_tokens: u64;
+    /// Counts over all requests.
+    totals: RequestTotals = |stats| (&stats.totals).into();
+    /// From arrival to the first token.
+    time_to_first_token_seconds: Histogram = |stats| (&stats.time_to_first_token_seconds).into();
+    /// From arrival to the first admission, of requests that ended.
+    request_queue_time_seconds: Histogram = |stats| (&stats.request_queue_time_seconds).into();
+    /// From the first admission to the first token.
+    request_prefill_time_seconds: Histogram = |stats| (&stats.request_prefill_time_seconds).into();
+    /// From the first token to the end.
+    request_decode_time_seconds: Histogram = |stats| (&stats.request_decode_time_seconds).into();
+    /// From arrival to the end.
+    e2e_request_latency_seconds: Histogram = |stats| (&stats.e2e_request_latency_seconds).into();
+    /// Per token after the first, of each request.
+    request_time_per_output_token_seconds: Histogram = |stats| (&stats.request_time_per_output_token_seconds).into();
+    /// Preemptions of each request that ended.
+    request_num_preemptions: Histogram = |stats| (&stats.request_num_preemptions).into();
+    /// From a block's allocation to its eviction; None without `CacheConfig(kv_cache_metrics_sample=...)`.
+    kv_block_lifetime_seconds: Option<Histogram> = |stats| watched(stats, |times| &times.kv_block_lifetime_seconds);
+    /// From a block's last hit, or its allocation, to its eviction; None without `kv_cache_metrics_sample`.
+    kv_block_idle_before_evict_seconds: Option<Histogram> = |stats| watched(stats, |times| &times.kv_block_idle_before_evict_seconds);
+    /// Between the last hits of a block; None without `kv_cache_metrics_sample`.
+    kv_block_reuse_gap_seconds: Option<Histogram> = |stats| watched(stats, |times| &times.kv_block_reuse_gap_seconds);
+});
+
+/// A distribution over the blocks that are watched, where there are some.
+fn watched(
+    stats: &core::SchedulerStats,
+    times: impl FnOnce(&core::ResidencyStats) -> &core::Histogram,
+) -> Option<Histogram> {
+    stats.residency.as_ref().map(|residency| times(residency).into())
+}
+
 #[pymethods]
 impl SchedulerStats {
-    #[getter]
-    fn num_requests_running(&self) -> u64 {
-        self.0.num_requests_running
-    }
-
-    #[getter]
-    fn num_requests_waiting(&self) -> u64 {
-        self.0.num_requests_waiting
-    }
-
-    /// Share of the usable blocks that are not available, from 0 to 1.
-    #[getter]
-    fn kv_cache_usage(&self) -> f64 {
-        self.0.kv_cache_usage
-    }
-
-    #[getter]
-    fn num_free_blocks(&self) -> u32 {
-        self.0.num_free_blocks
-    }
-
-    /// Blocks that nobody holds and that can be hit.
-    #[getter]
-    fn num_cached_blocks(&self) -> u32 {
-        self.0.num_cached_blocks
-    }
-
-    #[getter]
-    fn num_held_blocks(&self) -> u32 {
-        self.0.num_held_blocks
-    }
-
-    /// Blocks that wait for a plan to end.
-    #[getter]
-    fn num_fenced_blocks(&self) -> u32 {
-        self.0.num_fenced_blocks
-    }
-
-    /// Cached blocks that were reused for something else.
-    #[getter]
-    fn num_evictions(&self) -> u64 {
-        self.0.num_evictions
-    }
-
-    /// Tokens for samples that had ended before.
-    #[getter]
-    fn num_ignored_tokens(&self) -> u64 {
-        self.0.num_ignored_tokens
-    }
-
-    /// Counts over all requests.
-    #[getter]
-    fn totals(&self) -> RequestTotals {
-        (&self.0.totals).into()
-    }
-
     /// Counts per tenant; under None those of requests that name no tenant.
     #[getter]
     fn tenants(&self) -> BTreeMap<Option<&str>, RequestTotals> {
@@ -178,66 +171,6 @@ impl SchedulerStats {
     fn other_tenants(&self) -> Option<RequestTotals> {
         let (name, totals) = self.0.tenants.last()?;
         (*name == core::TenantName::Others).then(|| totals.into())
-    }
-
-    /// From arrival to the first token.
-    #[getter]
-    fn time_to_first_token_seconds(&self) -> Histogram {
-        Histogram(self.0.time_to_first_token_seconds.clone())
-    }
-
-    /// From arrival to the first admission, of requests that ended.
-    #[getter]
-    fn request_queue_time_seconds(&self) -> Histogram {
-        Histogram(self.0.request_queue_time_seconds.clone())
-    }
-
-    /// From the first admission to the first token.
-    #[getter]
-    fn request_prefill_time_seconds(&self) -> Histogram {
-        Histogram(self.0.request_prefill_time_seconds.clone())
-    }
-
-    /// From the first token to the end.
-    #[getter]
-    fn request_decode_time_seconds(&self) -> Histogram {
-        Histogram(self.0.request_decode_time_seconds.clone())
-    }
-
-    /// From arrival to the end.
-    #[getter]
-    fn e2e_request_latency_seconds(&self) -> Histogram {
-        Histogram(self.0.e2e_request_latency_seconds.clone())
-    }
-
-    /// Per token after the first, of each request.
-    #[getter]
-    fn request_time_per_output_token_seconds(&self) -> Histogram {
-        Histogram(self.0.request_time_per_output_token_seconds.clone())
-    }
-
-    /// Preemptions of each request that ended.
-    #[getter]
-    fn request_num_preemptions(&self) -> Histogram {
-        Histogram(self.0.request_num_preemptions.clone())
-    }
-
-    /// From a block's allocation to its eviction; None without `CacheConfig(kv_cache_metrics_sample=...)`.
-    #[getter]
-    fn kv_block_lifetime_seconds(&self) -> Option<Histogram> {
-        self.0.residency.as_ref().map(|residency| Histogram(residency.kv_block_lifetime_seconds.clone()))
-    }
-
-    /// From a block's last hit, or its allocation, to its eviction; None without `kv_cache_metrics_sample`.
-    #[getter]
-    fn kv_block_idle_before_evict_seconds(&self) -> Option<Histogram> {
-        self.0.residency.as_ref().map(|residency| Histogram(residency.kv_block_idle_before_evict_seconds.clone()))
-    }
-
-    /// Between the last hits of a block; None without `kv_cache_metrics_sample`.
-    #[getter]
-    fn kv_block_reuse_gap_seconds(&self) -> Option<Histogram> {
-        self.0.residency.as_ref().map(|residency| Histogram(residency.kv_block_reuse_gap_seconds.clone()))
     }
 
     fn __repr__(&self) -> String {

@@ -12,6 +12,7 @@ use crate::args::number;
 use crate::arrays::{array, ids, wrong_type};
 use crate::config::SchedulerConfig;
 use crate::errors::{invalid, to_py_err};
+use crate::getters::getters;
 use crate::scheduler::{Scheduler, monotonic};
 
 /// Why a request waits, or what it gets, in the next step.
@@ -21,61 +22,28 @@ use crate::scheduler::{Scheduler, monotonic};
 #[pyclass(frozen, module = "pagedkv._core")]
 pub(crate) struct Explanation(CoreExplanation);
 
+getters!(Explanation.0 {
+    handle: i64 = |found| found.handle.get();
+    request_id: &str = |found| &found.request_id;
+    /// "running", "waiting" or "resting".
+    state: &'static str = |found| found.state.name();
+    reason: &'static str = |found| found.reason.name();
+    /// Requests of the same state that come before it.
+    num_before: u32;
+    num_tokens: u32;
+    /// Tokens computed, or being computed by plans in flight.
+    num_scheduled_tokens: u32;
+    num_blocks: u32;
+    num_seats: u32;
+});
+
 #[pymethods]
 impl Explanation {
-    #[getter]
-    fn handle(&self) -> i64 {
-        self.0.handle.get()
-    }
-
-    #[getter]
-    fn request_id(&self) -> &str {
-        &self.0.request_id
-    }
-
-    /// "running", "waiting" or "resting".
-    #[getter]
-    fn state(&self) -> &'static str {
-        self.0.state.name()
-    }
-
-    #[getter]
-    fn reason(&self) -> &'static str {
-        self.0.reason.name()
-    }
-
     #[getter]
     fn fields<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let fields = PyDict::new(py);
         self.0.reason.fields().into_iter().try_for_each(|(name, value)| fields.set_item(name, value))?;
         Ok(fields)
-    }
-
-    /// Requests of the same state that come before it.
-    #[getter]
-    fn num_before(&self) -> u32 {
-        self.0.num_before
-    }
-
-    #[getter]
-    fn num_tokens(&self) -> u32 {
-        self.0.num_tokens
-    }
-
-    /// Tokens computed, or being computed by plans in flight.
-    #[getter]
-    fn num_scheduled_tokens(&self) -> u32 {
-        self.0.num_scheduled_tokens
-    }
-
-    #[getter]
-    fn num_blocks(&self) -> u32 {
-        self.0.num_blocks
-    }
-
-    #[getter]
-    fn num_seats(&self) -> u32 {
-        self.0.num_seats
     }
 
     fn __str__(&self) -> String {

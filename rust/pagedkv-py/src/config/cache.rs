@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use super::{GroupSpec, NewArguments, new_arguments};
 use crate::args::objects;
 use crate::errors::{invalid, to_py_err};
+use crate::getters::getters;
 
 /// The pool and how prefixes are told apart in it.
 ///
@@ -55,6 +56,35 @@ pub(crate) struct CacheConfig(pub(crate) CoreCache, CacheLayout);
 fn groups(object: &Bound<'_, PyAny>) -> PyResult<Vec<GroupSpec>> {
     objects("groups", "a GroupSpec", object)
 }
+
+getters!(CacheConfig.0 {
+    num_blocks: u32;
+    block_size: u32;
+    hash_seed: u64;
+    enable_prefix_caching: bool;
+    eviction_policy: &'static str = |config| config.eviction_policy.name();
+    /// Blocks that pinned prefixes may keep.
+    pin_quota_blocks: u32;
+    enable_kv_cache_events: bool = |config| config.events.is_some();
+    kv_cache_metrics_sample: f64 = |config| share(config.residency_sampling);
+    /// Blocks of the host tier.
+    num_host_blocks: u32;
+});
+
+getters!(CacheConfig.1 {
+    /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.
+    groups: Vec<GroupSpec> = |layout| layout.groups().iter().cloned().map(GroupSpec).collect();
+    /// G, the length of the plan's group axis; 1 for bookkeeping alone.
+    num_groups: usize = |layout| layout.tables().len();
+    /// Layers of all groups.
+    num_layers: u32 = |layout| layout.num_layers();
+    /// Layers that each block has room for; 0 for bookkeeping alone.
+    num_layer_slots: u32 = |layout| layout.num_layer_slots();
+    /// Bytes of keys and values of one block, padding included; 0 for bookkeeping alone.
+    block_bytes: u64 = |layout| layout.block_bytes();
+    /// Share of the layer slots that hold no layer, from 0 to 0.1.
+    padding: f64 = |layout| layout.padding();
+});
 
 #[pymethods]
 impl CacheConfig {
@@ -113,89 +143,6 @@ impl CacheConfig {
         Ok(Self(config, layout))
     }
 
-    #[getter]
-    fn num_blocks(&self) -> u32 {
-        self.0.num_blocks
-    }
-
-    #[getter]
-    fn block_size(&self) -> u32 {
-        self.0.block_size
-    }
-
-    #[getter]
-    fn hash_seed(&self) -> u64 {
-        self.0.hash_seed
-    }
-
-    #[getter]
-    fn enable_prefix_caching(&self) -> bool {
-        self.0.enable_prefix_caching
-    }
-
-    #[getter]
-    fn eviction_policy(&self) -> &'static str {
-        self.0.eviction_policy.name()
-    }
-
-    /// Blocks that pinned prefixes may keep.
-    #[getter]
-    fn pin_quota_blocks(&self) -> u32 {
-        self.0.pin_quota_blocks
-    }
-
-    #[getter]
-    fn enable_kv_cache_events(&self) -> bool {
-        self.0.events.is_some()
-    }
-
-    #[getter]
-    fn kv_cache_metrics_sample(&self) -> f64 {
-        if self.0.residency_sampling == 0 { 0.0 } else { 1.0 / f64::from(self.0.residency_sampling) }
-    }
-
-    /// Blocks of the host tier.
-    #[getter]
-    fn num_host_blocks(&self) -> u32 {
-        self.0.num_host_blocks
-    }
-
-    /// The groups in the order of the plan's group axis: split to equal numbers of layer slots, with their block sizes.
-    #[getter]
-    fn groups(&self) -> Vec<GroupSpec> {
-        self.1.groups().iter().cloned().map(GroupSpec).collect()
-    }
-
-    /// G, the length of the plan's group axis; 1 for bookkeeping alone.
-    #[getter]
-    fn num_groups(&self) -> usize {
-        self.1.tables().len()
-    }
-
-    /// Layers of all groups.
-    #[getter]
-    fn num_layers(&self) -> u32 {
-        self.1.num_layers()
-    }
-
-    /// Layers that each block has room for; 0 for bookkeeping alone.
-    #[getter]
-    fn num_layer_slots(&self) -> u32 {
-        self.1.num_layer_slots()
-    }
-
-    /// Bytes of keys and values of one block, padding included; 0 for bookkeeping alone.
-    #[getter]
-    fn block_bytes(&self) -> u64 {
-        self.1.block_bytes()
-    }
-
-    /// Share of the layer slots that hold no layer, from 0 to 0.1.
-    #[getter]
-    fn padding(&self) -> f64 {
-        self.1.padding()
-    }
-
     /// The group of a layer, and its slot in the group's blocks.
     fn layer(&self, #[pyo3(from_py_with = crate::args::u32s::layer)] layer: u32) -> PyResult<(u32, u32)> {
         self.1.layer(layer).map_err(to_py_err)
@@ -241,6 +188,11 @@ fn every(share: f64) -> PyResult<u32> {
     } else {
         Err(invalid("kv_cache_metrics_sample", "a share from 0 to 1", &share.to_string()))
     }
+}
+
+/// The share of all that every so-many-eth block makes up.
+fn share(every: u32) -> f64 {
+    if every == 0 { 0.0 } else { 1.0 / f64::from(every) }
 }
 
 /// Say how many layers a block should have room for.

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use super::{NewArguments, new_arguments};
 use crate::args::{elements, number};
 use crate::errors::{invalid, to_py_err};
+use crate::getters::getters;
 
 /// Layers of one shape that share a block table.
 ///
@@ -37,6 +38,19 @@ fn layers(object: &Bound<'_, PyAny>) -> PyResult<Layers> {
     }
 }
 
+getters!(GroupSpec.0 {
+    /// The model's layers in the group, ascending.
+    layers: Vec<u32> = |group| group.layers.clone();
+    num_layers: usize = |group| group.layers.len();
+    num_kv_heads: u32;
+    head_dim: u32;
+    dtype: &str = |group| &group.dtype;
+    sliding_window: Option<u32>;
+    block_size: Option<u32>;
+    /// Bytes that a token's key and value take in each layer.
+    token_bytes: PyResult<u64> = |group| group.token_bytes().map_err(to_py_err);
+});
+
 #[pymethods]
 impl GroupSpec {
     #[new]
@@ -60,48 +74,6 @@ impl GroupSpec {
         let group = CoreGroup { layers, num_kv_heads, head_dim, dtype, sliding_window, block_size };
         group.validate().map_err(to_py_err)?;
         Ok(Self(group))
-    }
-
-    /// The model's layers in the group, ascending.
-    #[getter]
-    fn layers(&self) -> Vec<u32> {
-        self.0.layers.clone()
-    }
-
-    #[getter]
-    fn num_layers(&self) -> usize {
-        self.0.layers.len()
-    }
-
-    #[getter]
-    fn num_kv_heads(&self) -> u32 {
-        self.0.num_kv_heads
-    }
-
-    #[getter]
-    fn head_dim(&self) -> u32 {
-        self.0.head_dim
-    }
-
-    #[getter]
-    fn dtype(&self) -> &str {
-        &self.0.dtype
-    }
-
-    #[getter]
-    fn sliding_window(&self) -> Option<u32> {
-        self.0.sliding_window
-    }
-
-    #[getter]
-    fn block_size(&self) -> Option<u32> {
-        self.0.block_size
-    }
-
-    /// Bytes that a token's key and value take in each layer.
-    #[getter]
-    fn token_bytes(&self) -> PyResult<u64> {
-        self.0.token_bytes().map_err(to_py_err)
     }
 
     fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {

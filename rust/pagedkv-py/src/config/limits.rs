@@ -8,6 +8,7 @@ use pyo3::prelude::*;
 
 use super::{NewArguments, new_arguments};
 use crate::errors::to_py_err;
+use crate::getters::getters;
 
 /// Limits of a step.
 ///
@@ -45,6 +46,22 @@ use crate::errors::to_py_err;
 #[pyclass(frozen, eq, from_py_object, module = "pagedkv._core")]
 #[derive(Clone, PartialEq)]
 pub(crate) struct SchedulerConfig(pub(crate) CoreLimits);
+
+getters!(SchedulerConfig.0 {
+    max_num_seqs: u32;
+    max_num_batched_tokens: u32;
+    max_model_len: u32;
+    watermark: f64;
+    lookahead: u32;
+    preemption_mode: &'static str = |limits| limits.preemption_mode.name();
+    max_plans_in_flight: u32;
+    ageing: Option<u32>;
+    tenant_weights: BTreeMap<String, f64> = |limits| limits.tenant_weights.iter().cloned().collect();
+    long_prefill_token_threshold: u32;
+    max_num_partial_prefills: u32;
+    prefill_chunk_multiple: u32;
+    policy: &'static str = |limits| limits.policy.name();
+});
 
 #[pymethods]
 impl SchedulerConfig {
@@ -102,71 +119,6 @@ impl SchedulerConfig {
         };
         limits.validate().map_err(to_py_err)?;
         Ok(Self(limits))
-    }
-
-    #[getter]
-    fn max_num_seqs(&self) -> u32 {
-        self.0.max_num_seqs
-    }
-
-    #[getter]
-    fn max_num_batched_tokens(&self) -> u32 {
-        self.0.max_num_batched_tokens
-    }
-
-    #[getter]
-    fn max_model_len(&self) -> u32 {
-        self.0.max_model_len
-    }
-
-    #[getter]
-    fn watermark(&self) -> f64 {
-        self.0.watermark
-    }
-
-    #[getter]
-    fn lookahead(&self) -> u32 {
-        self.0.lookahead
-    }
-
-    #[getter]
-    fn preemption_mode(&self) -> &'static str {
-        self.0.preemption_mode.name()
-    }
-
-    #[getter]
-    fn max_plans_in_flight(&self) -> u32 {
-        self.0.max_plans_in_flight
-    }
-
-    #[getter]
-    fn ageing(&self) -> Option<u32> {
-        self.0.ageing
-    }
-
-    #[getter]
-    fn tenant_weights(&self) -> BTreeMap<String, f64> {
-        self.0.tenant_weights.iter().cloned().collect()
-    }
-
-    #[getter]
-    fn long_prefill_token_threshold(&self) -> u32 {
-        self.0.long_prefill_token_threshold
-    }
-
-    #[getter]
-    fn max_num_partial_prefills(&self) -> u32 {
-        self.0.max_num_partial_prefills
-    }
-
-    #[getter]
-    fn prefill_chunk_multiple(&self) -> u32 {
-        self.0.prefill_chunk_multiple
-    }
-
-    #[getter]
-    fn policy(&self) -> &'static str {
-        self.0.policy.name()
     }
 
     fn __getnewargs_ex__<'py>(slf: &Bound<'py, Self>) -> PyResult<NewArguments<'py>> {
