@@ -60,10 +60,15 @@ test-full: lint test-rust ## `test` and what takes longer
 test-rust: develop
 	cargo test --workspace $(LOCKED) --quiet
 
+# The tested versions: cargo drops what the fuzzer does not use, and adds what fuzz/Cargo.toml names exactly.
+.PHONY: fuzz-lock
+fuzz-lock:
+	cp Cargo.lock fuzz/Cargo.lock
+	cargo fetch --quiet --manifest-path fuzz/Cargo.toml
+
 .PHONY: fuzz
-fuzz: ## coverage-guided fuzzing of the core, FUZZ_SECONDS in all; FUZZ_TARGETS names some of the targets
+fuzz: fuzz-lock ## coverage-guided fuzzing of the core, FUZZ_SECONDS in all; FUZZ_TARGETS names some of the targets
 	cargo fuzz --version >/dev/null 2>&1 || cargo install cargo-fuzz --locked
-	cargo fetch --locked --manifest-path fuzz/Cargo.toml
 	for target in $(FUZZ_TARGETS); do \
 		mkdir -p fuzz/found/$$target && \
 		$(CARGO_NIGHTLY) fuzz run --sanitizer none $$target fuzz/found/$$target fuzz/corpus/$$target -- \
@@ -106,6 +111,6 @@ bench-%: develop ## one benchmark; JSON=FILE writes its lines, PEER_ENV=DIR name
 .PHONY: clean
 clean: ## remove what the other targets made
 	rm -rf $(VENV) target dist python/pagedkv/cuda python/pagedkv/*.so
-	rm -rf fuzz/target fuzz/found fuzz/artifacts
+	rm -rf fuzz/target fuzz/found fuzz/artifacts fuzz/Cargo.lock
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
