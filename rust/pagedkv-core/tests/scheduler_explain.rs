@@ -78,18 +78,20 @@ fn beams_that_do_not_all_find_room_are_explained_as_taking_no_tokens_from_those_
     assert_eq!(steps::handles(&plan(&mut scheduler)), others.map(Handle::get));
 }
 
-#[test]
-fn request_behind_one_that_blocks_are_reserved_for_is_explained_by_what_is_left_of_them() {
-    let (mut scheduler, _, others) = beams_without_room(2, true);
+/// Of those behind so many beams, the one that needs a block is told that none is left, and stays out of the next plan.
+fn assert_no_block_is_left_behind_beams(n: u32) {
+    let (mut scheduler, _, others) = beams_without_room(n, true);
     let found = reason(&mut scheduler, others[0]);
     assert!(matches!(found, Reason::Blocks { needed: 1, available: 0, fenced: 1, .. }), "{found:?}");
     assert_eq!(steps::handles(&plan(&mut scheduler)), [others[1].get()]);
 }
 
 #[test]
+fn request_behind_one_that_blocks_are_reserved_for_is_explained_by_what_is_left_of_them() {
+    assert_no_block_is_left_behind_beams(2);
+}
+
+#[test]
 fn blocks_that_some_beams_would_get_are_explained_as_reserved_for_all_of_them() {
-    let (mut scheduler, _, others) = beams_without_room(3, true);
-    let found = reason(&mut scheduler, others[0]);
-    assert!(matches!(found, Reason::Blocks { needed: 1, available: 0, fenced: 1, .. }), "{found:?}");
-    assert_eq!(steps::handles(&plan(&mut scheduler)), [others[1].get()]);
+    assert_no_block_is_left_behind_beams(3);
 }

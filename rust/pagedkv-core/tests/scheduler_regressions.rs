@@ -209,7 +209,9 @@ fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks
 
 /// Both samples of a session end before the prompt is computed; then one of them goes on with two tokens more, and the
 /// other one with the prompt alone.
-fn turn_of_samples_of_different_lengths(longer: u32) -> (Scheduler, Handle) {
+///
+/// Answers who draws a token in the first step of that turn; in the second, the two tokens are computed, and all is over.
+fn first_to_draw_of_samples_of_different_lengths(longer: u32) -> Vec<i32> {
     let mut scheduler = scheduler(1 + 16, 1);
     let handle = scheduler.add_request(session("session", &[1, 2], 2, 2)).unwrap();
     let plan = scheduler.schedule().unwrap();
@@ -217,27 +219,21 @@ fn turn_of_samples_of_different_lengths(longer: u32) -> (Scheduler, Handle) {
     commit(&mut scheduler, &plan);
     scheduler.append_tokens(handle, longer, &[8, 9], Some(1)).unwrap();
     scheduler.append_tokens(handle, 1 - longer, &[], Some(1)).unwrap();
-    (scheduler, handle)
+    let plan = scheduler.schedule().unwrap();
+    let drawn = scheduler.commit(plan.id(), &[7]).unwrap();
+    assert_eq!(drawn.num_new_tokens, [1]);
+    let plan = step(&mut scheduler);
+    assert_eq!((plan.i64s(Field::Handles), plan.i32s(Field::Positions)), (&[handle.get()][..], &[2, 3][..]));
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
+    drawn.sequence
 }
 
 #[test]
 fn sample_that_had_the_prompt_alone_beside_a_longer_one_never_drew_a_token() {
-    let (mut scheduler, handle) = turn_of_samples_of_different_lengths(0);
-    let plan = scheduler.schedule().unwrap();
-    let result = scheduler.commit(plan.id(), &[7]).unwrap();
-    assert_eq!((result.sequence.as_slice(), result.num_new_tokens.as_slice()), (&[1][..], &[1][..]));
-    let plan = step(&mut scheduler);
-    assert_eq!((plan.i64s(Field::Handles), plan.i32s(Field::Positions)), (&[handle.get()][..], &[2, 3][..]));
-    assert_eq!(scheduler.num_unfinished_requests(), 0);
+    assert_eq!(first_to_draw_of_samples_of_different_lengths(0), [1]);
 }
 
 #[test]
 fn sample_that_had_more_than_the_prompt_drew_a_token_behind_the_prompt() {
-    let (mut scheduler, handle) = turn_of_samples_of_different_lengths(1);
-    let plan = scheduler.schedule().unwrap();
-    let result = scheduler.commit(plan.id(), &[7]).unwrap();
-    assert_eq!((result.sequence.as_slice(), result.num_new_tokens.as_slice()), (&[0][..], &[1][..]));
-    let plan = step(&mut scheduler);
-    assert_eq!((plan.i64s(Field::Handles), plan.i32s(Field::Positions)), (&[handle.get()][..], &[2, 3][..]));
-    assert_eq!(scheduler.num_unfinished_requests(), 0);
+    assert_eq!(first_to_draw_of_samples_of_different_lengths(1), [0]);
 }
