@@ -51,8 +51,8 @@ pub(crate) enum Command {
     },
 }
 
-impl Command {
-    pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
+impl From<[u8; 4]> for Command {
+    fn from([kind, a, b, c]: [u8; 4]) -> Self {
         match kind % 100 {
             0..13 => Self::Create { length: a, tokens: b, identity: c },
             13..21 => Self::Append { sequence: a, length: b, tokens: c },

@@ -14,30 +14,10 @@ mod world;
 
 use command::Command;
 use model::corpus;
-use model::events::Events;
+use model::driven::Driven;
 use proptest::prelude::*;
-use volume::{Driven, run_worlds};
+use volume::run_worlds;
 use world::{NUM_WORLDS, World};
-
-impl Driven for World {
-    type Command = Command;
-
-    fn decode(bytes: [u8; 4]) -> Command {
-        Command::decode(bytes)
-    }
-
-    fn step(&mut self, command: Command) {
-        self.run(command);
-    }
-
-    fn end(&mut self, number: usize) {
-        self.drain(!number.is_multiple_of(2));
-    }
-
-    fn met(&self) -> &Events {
-        &self.model.events
-    }
-}
 
 const WORTH_MEETING: [&str; 18] = [
     "blocks that left a window",
@@ -85,11 +65,9 @@ proptest! {
     #[test]
     fn kv_cache_manager_agrees_with_the_model(
         world in 0..NUM_WORLDS,
-        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
+        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::from), 0..120),
         rolls_back: bool,
     ) {
-        let mut world = World::numbered(world);
-        commands.into_iter().for_each(|command| world.run(command));
-        world.drain(rolls_back);
+        World::numbered(world).live(commands, rolls_back.into());
     }
 }

@@ -8,6 +8,8 @@ use pagedkv_core::{
 };
 
 use super::command::Command;
+use crate::model::driven::Driven;
+use crate::model::events::Events;
 use crate::model::manager::ManagerModel;
 use crate::model::memory::{Group, cache_config};
 use crate::model::mirror::Mirrors;
@@ -16,18 +18,7 @@ use crate::model::random::two_tokens;
 const MOST_SEQUENCES: usize = 6;
 const MOST_PLANS: usize = 3;
 /// Sizes of worlds, by number.
-pub(crate) const NUM_WORLDS: usize = 3 * 16 * 8 * GROUPS.len();
-/// Cache groups of worlds: multiples of the block size, and windows in tokens.
-const GROUPS: [&[(usize, Option<usize>)]; 8] = [
-    &[(1, None)],
-    &[(1, None)],
-    &[(1, Some(3))],
-    &[(1, Some(4)), (1, None)],
-    &[(1, None), (2, Some(3)), (1, Some(5))],
-    &[(2, None), (1, Some(2))],
-    &[(3, None), (2, None), (1, None)],
-    &[(1, Some(1)), (3, Some(6))],
-];
+pub(crate) const NUM_WORLDS: usize = 3 * 16 * 8 * 8;
 
 pub(crate) struct World {
     pub(crate) manager: KVCacheManager,
@@ -89,8 +80,7 @@ impl World {
         let policy = policies[number / 48 % 3];
         let max_pending = [None, Some(100), None, Some(3), Some(100)][number % 5];
         let block_size = 1 + number % 3;
-        let group = |&(multiple, window)| Group { block_size: multiple * block_size, window };
-        let groups: Vec<_> = GROUPS[number / 384 % GROUPS.len()].iter().map(group).collect();
+        let groups = Group::shaped([0, 0, 1, 2, 3, 4, 5, 6][number / 384 % 8], block_size);
         let usable = usable + 4 * (groups.len() - 1);
         Self::new(&groups, 1 + usable, !(number / 48).is_multiple_of(8), policy, max_pending)
     }
@@ -98,33 +88,6 @@ impl World {
     pub(crate) fn sequence(&self, number: u8) -> Option<SequenceId> {
         let len = self.model.sequences.len();
         (len > 0).then(|| self.model.sequences[usize::from(number) % len].id)
-    }
-
-    pub(crate) fn run(&mut self, command: Command) {
-        match command {
-            Command::Create { length, tokens, identity } => self.create(length, tokens, identity),
-            Command::BeginPlan => self.begin_plan(),
-            Command::RunPlan => self.model.run_next_plan(),
-            Command::Commit => self.commit(),
-            Command::Rollback { plan } => self.rollback(plan),
-            Command::ResetPrefixCache => {
-                self.manager.reset_prefix_cache();
-                self.model.reset_prefix_cache();
-            }
-            Command::Mistake { which, target } => self.mistake(which, target),
-            Command::Append { sequence, .. }
-            | Command::Fork { sequence }
-            | Command::Truncate { sequence, .. }
-            | Command::Free { sequence }
-            | Command::Grow { sequence, .. }
-            | Command::LookUp { sequence }
-            | Command::GrowByKept { sequence, .. } => match self.sequence(sequence) {
-                Some(id) => self.run_on(id, command),
-                None => self.create(sequence, sequence, sequence),
-            },
-        }
-        self.model.check(&self.manager);
-        self.follow_events();
     }
 
     /// The mirrors must know what the model knows.
@@ -246,13 +209,52 @@ impl World {
         format!("{:?}", self.manager)
     }
 
+    /// Runs the world and the commands that these bytes stand for, to the end.
+    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
+    pub(crate) fn replay(bytes: &[u8]) {
+        let (head, commands) = bytes.split_at(bytes.len().min(3));
+        let [low, high, number] = std::array::from_fn(|at| head.get(at).copied().unwrap_or(0));
+        Self::numbered(usize::from(u16::from_le_bytes([low, high])) % NUM_WORLDS).live_bytes(commands, number.into());
+    }
+}
+
+impl Driven for World {
+    type Command = Command;
+
+    fn run(&mut self, command: Command) {
+        match command {
+            Command::Create { length, tokens, identity } => self.create(length, tokens, identity),
+            Command::BeginPlan => self.begin_plan(),
+            Command::RunPlan => self.model.run_next_plan(),
+            Command::Commit => self.commit(),
+            Command::Rollback { plan } => self.rollback(plan),
+            Command::ResetPrefixCache => {
+                self.manager.reset_prefix_cache();
+                self.model.reset_prefix_cache();
+            }
+            Command::Mistake { which, target } => self.mistake(which, target),
+            Command::Append { sequence, .. }
+            | Command::Fork { sequence }
+            | Command::Truncate { sequence, .. }
+            | Command::Free { sequence }
+            | Command::Grow { sequence, .. }
+            | Command::LookUp { sequence }
+            | Command::GrowByKept { sequence, .. } => match self.sequence(sequence) {
+                Some(id) => self.run_on(id, command),
+                None => self.create(sequence, sequence, sequence),
+            },
+        }
+        self.model.check(&self.manager);
+        self.follow_events();
+    }
+
     /// Ends and frees everything: nothing may be left over.
-    pub(crate) fn drain(&mut self, rolls_back: bool) {
+    fn end(&mut self, number: usize) {
         while let Some(plan) = self.model.oldest_plan() {
-            if rolls_back {
-                self.rollback(0);
-            } else {
+            if number.is_multiple_of(2) {
                 self.commit();
+            } else {
+                self.rollback(0);
             }
             assert!(self.model.in_flight().all(|other| other != plan));
             self.model.check(&self.manager);
@@ -264,15 +266,7 @@ impl World {
         self.model.check_empty(&self.manager);
     }
 
-    /// Runs the world and the commands that these bytes stand for, to the end.
-    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
-    pub(crate) fn replay(bytes: &[u8]) {
-        let (head, commands) = bytes.split_at(bytes.len().min(3));
-        let [low, high, rolls_back] = std::array::from_fn(|at| head.get(at).copied().unwrap_or(0));
-        let mut world = Self::numbered(usize::from(u16::from_le_bytes([low, high])) % NUM_WORLDS);
-        for command in commands.chunks_exact(4) {
-            world.run(Command::decode([command[0], command[1], command[2], command[3]]));
-        }
-        world.drain(rolls_back % 2 > 0);
+    fn met(&self) -> &Events {
+        &self.model.events
     }
 }

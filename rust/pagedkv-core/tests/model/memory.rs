@@ -81,7 +81,24 @@ pub(crate) struct Group {
     pub(crate) window: Option<usize>,
 }
 
+/// Cache groups that worlds draw from: multiples of the smallest block size, and windows in tokens.
+pub(crate) const GROUP_SHAPES: [&[(usize, Option<usize>)]; 7] = [
+    &[(1, None)],
+    &[(1, Some(3))],
+    &[(1, Some(4)), (1, None)],
+    &[(1, None), (2, Some(3)), (1, Some(5))],
+    &[(2, None), (1, Some(2))],
+    &[(3, None), (2, None), (1, None)],
+    &[(1, Some(1)), (3, Some(6))],
+];
+
 impl Group {
+    /// The groups of one of the shapes.
+    pub(crate) fn shaped(shape: usize, block_size: usize) -> Vec<Self> {
+        let group = |&(multiple, window)| Self { block_size: multiple * block_size, window };
+        GROUP_SHAPES[shape].iter().map(group).collect()
+    }
+
     /// The first position that a query at `position` sees.
     pub(crate) fn first_seen(&self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window))

@@ -6,6 +6,7 @@
 
 pub(crate) mod corpus;
 pub(crate) mod device;
+pub(crate) mod driven;
 pub(crate) mod events;
 pub(crate) mod manager;
 pub(crate) mod memory;

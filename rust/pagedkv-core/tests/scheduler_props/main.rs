@@ -8,30 +8,10 @@ mod volume;
 mod world;
 
 use model::corpus;
-use model::events::Events;
+use model::driven::Driven;
 use proptest::prelude::*;
-use volume::{Driven, run_worlds};
+use volume::run_worlds;
 use world::{Command, World};
-
-impl Driven for World {
-    type Command = Command;
-
-    fn decode(bytes: [u8; 4]) -> Command {
-        Command::decode(bytes)
-    }
-
-    fn step(&mut self, command: Command) {
-        self.run(command);
-    }
-
-    fn end(&mut self, _: usize) {
-        self.drain();
-    }
-
-    fn met(&self) -> &Events {
-        &self.model.events
-    }
-}
 
 const WORTH_MEETING: [&str; 31] = [
     "null entries told",
@@ -110,10 +90,8 @@ proptest! {
     #[test]
     fn scheduler_agrees_with_the_model(
         world: u64,
-        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::decode), 0..120),
+        commands in prop::collection::vec(any::<[u8; 4]>().prop_map(Command::from), 0..120),
     ) {
-        let mut world = World::numbered(world);
-        commands.into_iter().for_each(|command| world.run(command));
-        world.drain();
+        World::numbered(world).live(commands, 0);
     }
 }

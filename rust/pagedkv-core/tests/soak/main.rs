@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use model::driven::Driven;
 use model::events::Events;
 use model::random::Random;
 
@@ -76,18 +77,17 @@ fn live(number: u64, seed: u64, events: &mut Events) {
             (0..COMMANDS_PER_WORLD).for_each(|_| world.run(random.bytes()));
         }
         1..4 => {
-            let mut world = manager::world::World::numbered(random.below(manager::world::NUM_WORLDS));
-            (0..COMMANDS_PER_WORLD).for_each(|_| world.run(manager::command::Command::decode(random.bytes())));
-            world.drain(random.below(2) == 0);
-            events.add(&world.model.events);
+            let world = manager::world::World::numbered(random.below(manager::world::NUM_WORLDS));
+            drive(world, &mut random, events);
         }
-        _ => {
-            let mut world = scheduler::World::numbered(random.next());
-            (0..COMMANDS_PER_WORLD).for_each(|_| world.run(scheduler::Command::decode(random.bytes())));
-            world.drain();
-            events.add(&world.model.events);
-        }
+        _ => drive(scheduler::World::numbered(random.next()), &mut random, events),
     }
+}
+
+fn drive(world: impl Driven, random: &mut Random, events: &mut Events) {
+    let way_to_end = random.below(2);
+    let world = world.live((0..COMMANDS_PER_WORLD).map(|_| random.bytes().into()), way_to_end);
+    events.add(world.met());
 }
 
 fn work(limits: &Limits, done: &Done) {

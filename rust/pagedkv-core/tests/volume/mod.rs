@@ -1,26 +1,15 @@
 //! Many random worlds, one after another: what fails names the seed, the world and the command, which is all it takes to
 //! repeat it.
 
-use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use proptest::test_runner::{Config, FileFailurePersistence};
 
+use crate::model::driven::Driven;
 use crate::model::events::Events;
 use crate::model::random::Random;
 
 const COMMANDS_PER_WORLD: usize = 250;
-
-/// What a property test drives, beside the model that it is compared with.
-pub(crate) trait Driven {
-    type Command: Copy + Debug;
-    fn decode(bytes: [u8; 4]) -> Self::Command;
-    fn step(&mut self, command: Self::Command);
-    /// Brings everything to its end in the world of this number.
-    fn end(&mut self, number: usize);
-    /// What was met on the way.
-    fn met(&self) -> &Events;
-}
 
 /// Runs so many worlds and answers what they met.
 pub(crate) fn run_worlds<W: Driven>(seed: u64, num_worlds: usize, make: impl Fn(&mut Random) -> W) -> Events {
@@ -29,8 +18,8 @@ pub(crate) fn run_worlds<W: Driven>(seed: u64, num_worlds: usize, make: impl Fn(
         let mut random = Random::new(seed.wrapping_add(number as u64));
         let mut world = make(&mut random);
         for step in 0..COMMANDS_PER_WORLD {
-            let command = W::decode(random.bytes());
-            let outcome = catch_unwind(AssertUnwindSafe(|| world.step(command)));
+            let command = W::Command::from(random.bytes());
+            let outcome = catch_unwind(AssertUnwindSafe(|| world.run(command)));
             assert!(outcome.is_ok(), "seed {seed}, world {number}, step {step}: {command:?}");
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| world.end(number)));

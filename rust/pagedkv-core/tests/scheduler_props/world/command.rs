@@ -62,8 +62,8 @@ pub(crate) enum Command {
     },
 }
 
-impl Command {
-    pub(crate) fn decode([kind, a, b, c]: [u8; 4]) -> Self {
+impl From<[u8; 4]> for Command {
+    fn from([kind, a, b, c]: [u8; 4]) -> Self {
         match kind % 120 {
             0..16 => Self::Add { prompt: a, output: b, kind: c },
             16..47 => Self::Schedule { tokens: a },

@@ -10,6 +10,8 @@ use pagedkv_core::{Error, Handle, PlanId, Policy, Scheduler};
 
 pub(crate) use command::Command;
 
+use crate::model::driven::Driven;
+use crate::model::events::Events;
 use crate::model::mirror::{Mirror, Mirrors};
 use crate::model::scheduler::{Request, SchedulerModel};
 
@@ -42,29 +44,6 @@ impl World {
     fn handle(&self, number: u8) -> Option<Handle> {
         let len = self.model.requests.len();
         (len > 0).then(|| self.model.requests[usize::from(number) % len].handle)
-    }
-
-    pub(crate) fn run(&mut self, command: Command) {
-        match command {
-            Command::Add { prompt, output, kind } => self.add(prompt, output, kind),
-            Command::Schedule { tokens } => self.schedule(tokens),
-            Command::RunPlan => self.model.run_next_plan(),
-            Command::Draft { request, sample, tokens } => self.draft(request, sample, tokens),
-            Command::TransfersDone { which, outcome } => self.end_transfers(which, !outcome.is_multiple_of(5)),
-            Command::Commit { outcome } => self.commit(outcome),
-            Command::Rollback { plan } => self.rollback(plan),
-            Command::Abort { request, sample } => self.abort(request, sample),
-            Command::Finish { request, sample } => self.finish(request, sample),
-            Command::ResetPrefixCache => self.scheduler.reset_prefix_cache(),
-            Command::Append { request, sample, tokens } => self.append(request, sample, tokens),
-            Command::Free { request, sample } => self.free(request, sample),
-            Command::Hold { request } => self.set_held(request, true),
-            Command::Release { request } => self.set_held(request, false),
-            Command::Fork { request, sample, kind } => self.fork(request, sample, kind),
-            Command::Mistake { which, target } => self.mistake(which, target),
-        }
-        self.model.check(&self.scheduler);
-        self.follow_events();
     }
 
     /// The mirrors must know what can be hit.
@@ -157,8 +136,43 @@ impl World {
         }
     }
 
+    /// Runs the world and the commands that these bytes stand for, to the end.
+    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
+    pub(crate) fn replay(bytes: &[u8]) {
+        let (number, commands) = bytes.split_at(bytes.len().min(8));
+        let number: [u8; 8] = std::array::from_fn(|at| number.get(at).copied().unwrap_or(0));
+        Self::numbered(u64::from_le_bytes(number)).live_bytes(commands, 0);
+    }
+}
+
+impl Driven for World {
+    type Command = Command;
+
+    fn run(&mut self, command: Command) {
+        match command {
+            Command::Add { prompt, output, kind } => self.add(prompt, output, kind),
+            Command::Schedule { tokens } => self.schedule(tokens),
+            Command::RunPlan => self.model.run_next_plan(),
+            Command::Draft { request, sample, tokens } => self.draft(request, sample, tokens),
+            Command::TransfersDone { which, outcome } => self.end_transfers(which, !outcome.is_multiple_of(5)),
+            Command::Commit { outcome } => self.commit(outcome),
+            Command::Rollback { plan } => self.rollback(plan),
+            Command::Abort { request, sample } => self.abort(request, sample),
+            Command::Finish { request, sample } => self.finish(request, sample),
+            Command::ResetPrefixCache => self.scheduler.reset_prefix_cache(),
+            Command::Append { request, sample, tokens } => self.append(request, sample, tokens),
+            Command::Free { request, sample } => self.free(request, sample),
+            Command::Hold { request } => self.set_held(request, true),
+            Command::Release { request } => self.set_held(request, false),
+            Command::Fork { request, sample, kind } => self.fork(request, sample, kind),
+            Command::Mistake { which, target } => self.mistake(which, target),
+        }
+        self.model.check(&self.scheduler);
+        self.follow_events();
+    }
+
     /// Steps until every request is over: each step takes the oldest at least one token further.
-    pub(crate) fn drain(&mut self) {
+    fn end(&mut self, _: usize) {
         while !self.model.in_flight().is_empty() {
             self.commit(0);
             self.model.check(&self.scheduler);
@@ -193,15 +207,7 @@ impl World {
         self.model.check_empty(&self.scheduler);
     }
 
-    /// Runs the world and the commands that these bytes stand for, to the end.
-    #[allow(dead_code, reason = "the soak run has no bytes to replay")]
-    pub(crate) fn replay(bytes: &[u8]) {
-        let (number, commands) = bytes.split_at(bytes.len().min(8));
-        let number: [u8; 8] = std::array::from_fn(|at| number.get(at).copied().unwrap_or(0));
-        let mut world = Self::numbered(u64::from_le_bytes(number));
-        for command in commands.chunks_exact(4) {
-            world.run(Command::decode([command[0], command[1], command[2], command[3]]));
-        }
-        world.drain();
+    fn met(&self) -> &Events {
+        &self.model.events
     }
 }

@@ -8,18 +8,6 @@ use crate::model::mirror::Mirrors;
 use crate::model::random::Random;
 use crate::model::scheduler::{Limits, SchedulerModel};
 
-/// Cache groups of worlds: multiples of the smallest block size, and windows in tokens.
-const GROUPS: [&[(usize, Option<usize>)]; 8] = [
-    &[(1, None)],
-    &[(1, None)],
-    &[(1, None)],
-    &[(1, Some(3))],
-    &[(1, Some(4)), (1, None)],
-    &[(1, None), (2, Some(3)), (1, Some(5))],
-    &[(2, None), (1, Some(2))],
-    &[(1, Some(1)), (3, Some(6))],
-];
-
 impl World {
     pub(super) fn made(number: u64, swaps: bool) -> Self {
         let mut random = Random::new(number);
@@ -63,9 +51,8 @@ impl World {
             let longest = config.long_prefill_token_threshold.min(config.max_num_batched_tokens);
             config.prefill_chunk_multiple = 1 + below(longest as usize) as u32;
         }
-        let groups = GROUPS[below(GROUPS.len())];
-        let group = |&(multiple, window)| Group { block_size: multiple * limits.block_size, window };
-        limits.groups = Groups::new(&groups.iter().map(group).collect::<Vec<_>>());
+        let groups = Group::shaped([0, 0, 0, 1, 2, 3, 4, 6][below(8)], limits.block_size);
+        limits.groups = Groups::new(&groups);
         limits.usable_blocks = usable_blocks * (1 + groups.len()) / 2;
         limits.watermark_blocks = (watermark * limits.usable_blocks as f64).ceil() as usize;
         let tells = number.is_multiple_of(4);
