@@ -5,8 +5,11 @@ mod steps;
 
 use pagedkv_core::scheduler::RequestState;
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{BlockState, Error, Handle, LimitsUpdate, NewRequest, Policy, Reason, Scheduler, SchedulerConfig};
-use steps::{counting_request, default_scheduler, num_blocks, run_to_the_end, scheduler, step};
+use pagedkv_core::{
+    BlockState, CacheConfig, Error, EvictionPolicy, Handle, LimitsUpdate, NewRequest, Policy, Reason, Retention,
+    Scheduler, SchedulerConfig,
+};
+use steps::{BLOCK_SIZE, counting_request, default_scheduler, num_blocks, run_to_the_end, scheduler, step};
 
 /// What comes behind the tokens of a sample.
 fn behind(id: &str, ids: &[i32], max_tokens: u32) -> NewRequest {
@@ -55,6 +58,24 @@ fn fork_of_a_finished_session_leaves_the_session_as_it_is() {
     run_to_the_end(&mut scheduler, 1000);
     scheduler.append_tokens(parent, 0, &[60], Some(1)).unwrap();
     assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [8, 9]);
+}
+
+#[test]
+fn fork_of_a_request_that_has_not_begun_is_kept_in_the_cache_as_that_one_says() {
+    let eviction_policy = EvictionPolicy::Priority;
+    let cache = CacheConfig { block_size: BLOCK_SIZE, eviction_policy, ..CacheConfig::new(1 + 3) };
+    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).unwrap();
+    let retention = Some(Retention { priority: 90, seconds: f64::INFINITY });
+    let parent = scheduler.add_request(NewRequest { retention, ..counting_request("parent", 0, 4, 1) }).unwrap();
+    scheduler.fork(parent, 0, behind("fork", &[50], 1)).unwrap();
+    scheduler.abort(parent, None).unwrap();
+    run_to_the_end(&mut scheduler, 9);
+    for (id, first, len) in [("less wanted", 100, 5), ("takes two blocks", 200, 8)] {
+        scheduler.add_request(counting_request(id, first, len, 1)).unwrap();
+        run_to_the_end(&mut scheduler, 9);
+    }
+    scheduler.add_request(counting_request("same", 0, 5, 1)).unwrap();
+    assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [4], "what the fork computed is still there");
 }
 
 #[test]

@@ -12,8 +12,9 @@ impl Scheduler {
     /// A new request that begins with all tokens of a sample, and then `request.prompt_token_ids`, of which there may be
     /// none. It shares the blocks of the sample's computed tokens; the last one, where it is not full, is copied when one
     /// of the two first writes into it. The sample runs, waits, or is kept by a session; it goes on as if nothing had
-    /// been. Adapter, salt, images and the use of the prefix cache are those of the sample. The new request arrives last,
-    /// and may lose its blocks before it is admitted to one that comes before it.
+    /// been. Adapter, salt, images and the use of the prefix cache are those of the sample, and so is how blocks are kept in
+    /// the cache if the new request does not say. The new request arrives last, and may lose its blocks before it is
+    /// admitted to one that comes before it.
     ///
     /// # Errors
     /// [`Error::UnknownHandle`]; [`Error::RequestInFlight`]; [`Error::InvalidArgument`] for a sample that has ended and is
@@ -46,15 +47,21 @@ impl Scheduler {
             // A plan in flight moves its accepted guesses, even if it does not run it.
             return Err(Error::RequestInFlight(handle));
         }
-        let mut request =
-            NewRequest { identity: (*identity).clone(), use_prefix_cache: parent.use_prefix_cache, ..request };
+        let mut request = NewRequest {
+            identity: (*identity).clone(),
+            use_prefix_cache: parent.use_prefix_cache,
+            retention: request.retention.or(parent.retention),
+            ..request
+        };
         let mut tokens = self.tokens_of(slot, number);
         tokens.append(&mut request.prompt_token_ids);
         request.prompt_token_ids = tokens;
         let forked = self.inbox.register(&request)?;
         let mut request = Request { identity, ..Request::new(forked, request) };
         if source != NONE {
-            request.samples[0].sequence = self.manager.fork_with(source as usize, request.prompt.clone());
+            let child = self.manager.fork_with(source as usize, request.prompt.clone());
+            self.manager.sequences[child as usize].retention = request.retention;
+            request.samples[0].sequence = child;
         }
         self.enqueue(request);
         self.note_keeper(self.by_handle[&forked]);
