@@ -99,7 +99,7 @@ impl Scheduler {
     /// n : int
     ///     Samples. They share the prompt's blocks and take n seats.
     /// stop_token_ids : array or sequence of int
-    ///     Tokens that end a sample once `min_tokens` were sampled.
+    ///     Tokens that end a sample once `min_tokens` were sampled; at least 0.
     /// cache_salt : str or bytes, optional
     ///     Only requests with equal salts share cached prefixes.
     /// lora_id : int, optional
@@ -113,7 +113,7 @@ impl Scheduler {
     /// priority : int
     ///     Lower is more urgent; refused where the policy does not look at it.
     /// tenant : str, optional
-    ///     Whose share the request counts against under the policy "fair".
+    ///     Whose share the request counts against under the policy "fair", and under whom it is counted in `stats`.
     /// cache_priority : int, optional
     ///     From 0, which goes first, to 100: how its blocks are to be kept in the cache; 35 for those that do not say.
     ///     Refused unless the eviction policy is "priority".

@@ -79,6 +79,8 @@ impl Scheduler {
     /// ------
     /// UnknownIdError
     ///     If the request has ended and is no session.
+    /// InvalidArgumentError
+    ///     For a sample that was given up, negative ids, or more tokens than `max_model_len`.
     /// StateError
     ///     If it runs, or a plan in flight names it.
     /// NeverFitsError
@@ -100,6 +102,8 @@ impl Scheduler {
     ///
     /// Raises
     /// ------
+    /// UnknownIdError, InvalidArgumentError
+    ///     If the request has ended and is no session; if it lives and is none.
     /// StateError
     ///     If the session, or the sample, has not finished: abort it.
     #[pyo3(signature = (handle, sequence=None))]
@@ -115,11 +119,16 @@ impl Scheduler {
     ///
     /// It keeps its place in the order and does not stand in the way of those behind it; its seats and blocks stay its own
     /// until a request finds none.
+    ///
+    /// Raises
+    /// ------
+    /// UnknownIdError
+    ///     If the request has ended and is no session.
     fn hold(&self, #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64) -> PyResult<()> {
         self.core.with(|core| core.hold(Handle::new(handle)))?.map_err(to_py_err)
     }
 
-    /// Let a held request run again.
+    /// Let a held request run again; one that is not held is left alone. Raises as `hold`.
     fn release(&self, #[pyo3(from_py_with = crate::args::i64s::handle)] handle: i64) -> PyResult<()> {
         self.core.with(|core| core.release(Handle::new(handle)))?.map_err(to_py_err)
     }
@@ -135,7 +144,8 @@ impl Scheduler {
     /// ids : array of int32 or int64, or sequence of int
     ///     Tokens behind those of the sample; may be empty.
     /// max_tokens, n, stop_token_ids, min_tokens, priority, tenant, needs_commit, session, now
-    ///     As in `add_request`. Adapter, salt, images and the use of the prefix cache are those of the sample.
+    ///     As in `add_request`. Adapter, salt, images, the use of the prefix cache, `cache_priority` and `cache_ttl` are
+    ///     those of the sample.
     ///
     /// Returns
     /// -------
@@ -144,6 +154,10 @@ impl Scheduler {
     ///
     /// Raises
     /// ------
+    /// UnknownIdError
+    ///     If the request has ended and is no session.
+    /// InvalidArgumentError, NeverFitsError
+    ///     As for `add_request`, and for a sample that has ended and is not kept.
     /// StateError
     ///     If a plan in flight names the request.
     #[pyo3(signature = (
