@@ -203,7 +203,8 @@ impl KVCacheManager {
         self.call(|core| core.retain(SequenceId::from_bits(sequence), retention))
     }
 
-    /// Let time pass, in seconds, for cached blocks whose priority holds for a time.
+    /// Let time pass, in seconds, for cached blocks whose priority holds for a time. Time that goes back is ignored; NaN
+    /// and infinity are refused.
     fn advance(&self, #[pyo3(from_py_with = crate::args::f64s::now)] now: f64) -> PyResult<()> {
         self.call(|core| core.advance(now))
     }
