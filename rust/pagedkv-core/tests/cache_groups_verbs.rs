@@ -15,7 +15,7 @@ use pagedkv_core::{
     SchedulerConfig,
 };
 use scene::{cache, compute, create, num_hit_tokens};
-use steps::{admitted, assert_empty, check, commit, counting_request, handles, plan, run_to_the_end, step};
+use steps::{admitted, assert_empty, behind, check, commit, counting_request, handles, plan, run_to_the_end, step};
 
 /// Every token, and windows of three, in blocks of two.
 const FULL_AND_WINDOW: [(u32, Option<u32>); 2] = [(1, None), (1, Some(3))];
@@ -188,10 +188,6 @@ fn freed_session_gives_back_the_blocks_of_every_group() {
 }
 
 // --- forks
-
-fn behind(id: &str, ids: &[i32], max_tokens: u32) -> NewRequest {
-    NewRequest::new(id, ids.to_vec(), max_tokens)
-}
 
 #[test]
 fn fork_shares_the_blocks_of_every_group_and_takes_none() {

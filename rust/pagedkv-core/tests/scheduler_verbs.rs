@@ -9,12 +9,7 @@ use pagedkv_core::{
     BlockState, CacheConfig, Error, EvictionPolicy, Handle, LimitsUpdate, NewRequest, Policy, Reason, Retention,
     Scheduler, SchedulerConfig,
 };
-use steps::{BLOCK_SIZE, counting_request, default_scheduler, num_blocks, run_to_the_end, scheduler, step};
-
-/// What comes behind the tokens of a sample.
-fn behind(id: &str, ids: &[i32], max_tokens: u32) -> NewRequest {
-    NewRequest::new(id, ids.to_vec(), max_tokens)
-}
+use steps::{BLOCK_SIZE, behind, counting_request, default_scheduler, num_blocks, run_to_the_end, scheduler, step};
 
 fn reason(scheduler: &mut Scheduler, handle: Handle) -> Reason {
     scheduler.explain(handle).expect("a live request").reason

@@ -34,6 +34,11 @@ pub(crate) fn counting_request(id: &str, first: i32, prompt_len: i32, max_tokens
     NewRequest::new(id, (first..first + prompt_len).collect(), max_tokens)
 }
 
+/// A request for a fork: what comes behind the tokens of the sample.
+pub(crate) fn behind(id: &str, ids: &[i32], max_tokens: u32) -> NewRequest {
+    NewRequest::new(id, ids.to_vec(), max_tokens)
+}
+
 pub(crate) fn add(scheduler: &mut Scheduler, id: &str, first: i32, prompt_len: usize, max_tokens: u32) -> Handle {
     scheduler.add_request(request(id, first, prompt_len, max_tokens)).expect("a request that fits")
 }
