@@ -31,6 +31,11 @@ pub(crate) fn ids(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i32
     Err(wrong_type(argument, "a one-dimensional int32 or int64 array, or a sequence of ints", object))
 }
 
+/// [`ids`] of an argument that may be left out; then there are none.
+pub(crate) fn optional_ids(argument: &str, object: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
+    object.map_or(Ok(Vec::new()), |object| ids(argument, object))
+}
+
 /// Ids of 64 bits: an int64 or int32 array of any library, or a sequence of ints. Copied.
 pub(crate) fn longs(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     // An empty array is one whatever its type.

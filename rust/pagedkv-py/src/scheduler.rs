@@ -7,7 +7,7 @@ use pagedkv_core::{Handle, Inbox, NewRequest, Policy, Scheduler as Core};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-use crate::arrays::{self, array, ids, rows, wrong_type};
+use crate::arrays::{self, array, ids, optional_ids, rows, wrong_type};
 use crate::config::{CacheConfig, SchedulerConfig};
 use crate::errors::{invalid, to_py_err};
 use crate::guard::Guarded;
@@ -46,9 +46,10 @@ pub(crate) struct Scheduler {
     policy: Option<Py<PyAny>>,
 }
 
-pub(crate) fn monotonic(py: Python<'_>) -> PyResult<f64> {
+/// The time that a caller gave, or that of `time.monotonic`.
+pub(crate) fn time(py: Python<'_>, now: Option<f64>) -> PyResult<f64> {
     static MONOTONIC: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    MONOTONIC.import(py, "time", "monotonic")?.call0()?.extract()
+    now.map_or_else(|| MONOTONIC.import(py, "time", "monotonic")?.call0()?.extract(), Ok)
 }
 
 impl Scheduler {
@@ -171,11 +172,11 @@ impl Scheduler {
             prompt_token_ids: ids("prompt_token_ids", prompt_token_ids)?,
             max_tokens,
             n,
-            stop_token_ids: stop_token_ids.map_or(Ok(Vec::new()), |stop| ids("stop_token_ids", stop))?,
+            stop_token_ids: optional_ids("stop_token_ids", stop_token_ids)?,
             min_tokens,
             priority,
             tenant,
-            arrival: now.map_or_else(|| monotonic(prompt_token_ids.py()), Ok)?,
+            arrival: time(prompt_token_ids.py(), now)?,
             identity: identity(lora_id, cache_salt, image_spans)?,
             use_prefix_cache,
             retention: retention(cache_priority, cache_ttl)?,
@@ -235,7 +236,7 @@ impl Scheduler {
         py: Python<'_>,
         #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<StepPlan> {
-        let now = now.map_or_else(|| monotonic(py), Ok)?;
+        let now = time(py, now)?;
         let plan = match &self.policy {
             Some(policy) => {
                 let (handles, keys) = ask(&self.core, policy.bind(py))?;
@@ -287,7 +288,7 @@ impl Scheduler {
         accepted: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<StepResult> {
-        let now = now.map_or_else(|| monotonic(py), Ok)?;
+        let now = time(py, now)?;
         let id = plan.id_for(&self.core)?;
         let result = if let Some(accepted) = accepted {
             if let Some(parents) = parents {

@@ -9,11 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::args::number;
-use crate::arrays::{array, ids, wrong_type};
+use crate::arrays::{array, ids, optional_ids, wrong_type};
 use crate::config::SchedulerConfig;
 use crate::errors::{invalid, to_py_err};
 use crate::getters::getters;
-use crate::scheduler::{Scheduler, monotonic};
+use crate::scheduler::{Scheduler, time};
 
 /// Why a request waits, or what it gets, in the next step.
 ///
@@ -93,7 +93,7 @@ impl Scheduler {
         ids: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = crate::args::optional_u32s::max_tokens)] max_tokens: Option<u32>,
     ) -> PyResult<()> {
-        let ids = crate::arrays::ids("ids", ids)?;
+        let ids = self::ids("ids", ids)?;
         let append = |core: &mut Core| core.append_tokens(Handle::new(handle), sequence, &ids, max_tokens);
         self.core.with(append)?.map_err(to_py_err)
     }
@@ -182,18 +182,16 @@ impl Scheduler {
         session: bool,
         #[pyo3(from_py_with = crate::args::optional_f64s::now)] now: Option<f64>,
     ) -> PyResult<i64> {
-        let list =
-            |name, given: Option<&Bound<'_, PyAny>>| given.map_or(Ok(Vec::new()), |given| self::ids(name, given));
         let request = NewRequest {
             n,
-            stop_token_ids: list("stop_token_ids", stop_token_ids)?,
+            stop_token_ids: optional_ids("stop_token_ids", stop_token_ids)?,
             min_tokens,
             priority,
             tenant,
-            arrival: now.map_or_else(|| monotonic(py), Ok)?,
+            arrival: time(py, now)?,
             needs_commit,
             session,
-            ..NewRequest::new(request_id, list("ids", ids)?, max_tokens)
+            ..NewRequest::new(request_id, optional_ids("ids", ids)?, max_tokens)
         };
         let forked = self.core.with(|core| core.fork(Handle::new(handle), sequence, request))?;
         forked.map(Handle::get).map_err(to_py_err)
