@@ -138,8 +138,7 @@ impl GroupSpec {
     /// Checks the group by itself; how groups go together is for [`CacheConfig::validate`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for layers that are none or out of order, and for sizes
-    /// out of range.
+    /// [`Error::InvalidArgument`] for layers that are none or out of order, and for sizes out of range.
     pub fn validate(&self) -> Result<()> {
         check_group(0, self)
     }

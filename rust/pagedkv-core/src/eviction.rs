@@ -10,7 +10,8 @@
 //! | [`EvictionPolicy::Priority`] | 101: the priority that a request gave its prefix, for as long as it said |
 //!
 //! What is continued by other cached blocks outlives them: it is put behind them, on their level or its own, whichever
-//! is higher, and where it lies before them all the same it is passed over when its turn comes. Every operation is O(1), O(log n) for blocks whose priority expires, and allocates nothing but for those.
+//! is higher, and where it lies before them all the same it is passed over when its turn comes. Every operation is O(1),
+//! O(log n) for blocks whose priority expires, and allocates nothing but for those.
 
 use crate::block_list::{Block, BlockList};
 use crate::config::{EvictionPolicy, Retention};

@@ -261,7 +261,8 @@ impl KVCacheManager {
         Ok(())
     }
 
-    /// Law 7: in a group with full attention a node's last block goes after every evictable block of its descendants, also where a rollback takes it.
+    /// Law 7: in a group with full attention a node's last block goes after every evictable block of its descendants, also
+    /// where a rollback takes it.
     fn prefixes_outlive_what_continues_them(&self) -> Check {
         let pool = &self.pool;
         if !pool.cached.is_in_order() {

@@ -173,8 +173,8 @@ impl KVCacheManager {
     /// Writes the block tables of sequences, row by row, the rest of each row as null blocks.
     ///
     /// # Errors
-    /// [`Error::InBatch`] for a sequence that is not live; [`Error::InvalidArgument`] where `out` has not a row of enough
-    /// columns per sequence.
+    /// [`Error::InBatch`] for a sequence that is not live; [`Error::InvalidArgument`] for a group that the pool has not, or
+    /// where `out` has not a row of enough columns per sequence.
     pub fn write_block_table(
         &self,
         sequences: &[SequenceId],

@@ -4,9 +4,9 @@
 //! bounded by what plans in flight will sample, guesses count as far as [`KVCacheManager::append_accepted`] says, and
 //! what nobody told by the commit is taken back.
 
-use super::plan::Growth;
 use smallvec::smallvec;
 
+use super::plan::Growth;
 use super::{AllocatedSlots, ComputedBlocks, KVCacheManager, check_tokens};
 use crate::error::{Error, Result, invalid};
 use crate::ids::SequenceId;

@@ -17,7 +17,7 @@ impl KVCacheManager {
     /// for a negative token.
     ///
     /// # Complexity
-    /// O(images).
+    /// O(tokens + images).
     #[expect(clippy::needless_pass_by_value, reason = "the sequence keeps the tokens")]
     pub fn create(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>, uses_cache: bool) -> Result<SequenceId> {
         check_identity(&identity)?;

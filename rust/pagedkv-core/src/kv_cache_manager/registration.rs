@@ -13,6 +13,7 @@ impl KVCacheManager {
         }
     }
 
+    /// [`Self::register_filled`], where there is something to register: out of line, as a decode comes here once in a block.
     #[inline(never)]
     fn register_up_to_now(&mut self, index: usize) {
         let block_size = self.block_size;

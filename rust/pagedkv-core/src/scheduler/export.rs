@@ -10,7 +10,8 @@ impl Scheduler {
     /// Writes the block tables of a plan's sequences in a cache group, row by row, the rest of each row as null blocks.
     ///
     /// # Errors
-    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or where `out` is no multiple of `columns` or too small.
+    /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or where `out` is not one row
+    /// of `columns` entries per sequence, or a table does not fit its row.
     ///
     /// # Complexity
     /// O(entries of `out`).
@@ -18,8 +19,8 @@ impl Scheduler {
         self.tables_of(plan, group)?.write_rows(columns, out)
     }
 
-    /// Writes the block tables of a plan's sequences in a cache group end to end: where each starts, its blocks, and the tokens in its
-    /// last one. Answers how many blocks there are; `indices` may be longer.
+    /// Writes the block tables of a plan's sequences in a cache group end to end: where each starts, its blocks, and the
+    /// tokens in its last one. Answers how many blocks there are; `indices` may be longer.
     ///
     /// # Errors
     /// [`Error::PlanNotInFlight`]; [`Error::InvalidArgument`] for a group that the pool has not, or an array of the wrong

@@ -117,8 +117,8 @@ impl Scheduler {
         [running, keeper].into_iter().flatten().max_by_key(|&slot| self.request(slot).order)
     }
 
-    /// Whoever gives blocks to the first waiting request, or to one that is just let in: those behind it that wait with some, and held ones where nobody
-    /// else runs.
+    /// Whoever gives blocks to the first waiting request, or to one that is just let in: those behind it that wait with
+    /// some, and held ones where nobody else runs.
     pub(super) fn gives_blocks(&self, slot: u32) -> Option<u32> {
         let runs = || self.running.iter().any(|&other| other != slot && !self.request(other).is_held);
         let keeper = self.last_keeper_behind(self.request(slot).order);
