@@ -37,23 +37,12 @@ impl KVCacheManager {
     /// Follows the sequence's tokens through the tree as far as every full-attention group has blocks; answers the nodes.
     /// The tables of `found` get each group's blocks on the way, the null block where a window group has none.
     fn follow_tokens(&self, sequence: &Sequence, limit: u32, found: &mut ComputedBlocks) -> Vec<NodeId> {
-        let prefixes = &self.pool.prefixes;
-        let (mut scratch, mut key, mut nodes) = (Vec::new(), Vec::new(), Vec::new());
-        let mut at = (found.node, sequence.num_scheduled);
-        while at.1 + self.block_size < limit {
-            let end = at.1 + self.block_size;
-            key.clear();
-            sequence.identity.encode_block(at.1, end, &mut key);
-            let child = prefixes.find_extra(&key).and_then(|extra| {
-                sequence.tokens.with_range(at.1, end, &mut scratch, |tokens| prefixes.child(at.0, tokens, extra))
-            });
-            let Some(child) = child else { break };
-            if !self.find_blocks(sequence, child, end, found) {
-                break;
-            }
-            nodes.push(child);
-            at = (child, end);
-        }
+        let mut nodes = Vec::new();
+        self.walk(sequence, found.node, sequence.num_scheduled, limit, |node, end| {
+            let has_all = self.find_blocks(sequence, node, end, found);
+            nodes.extend(has_all.then_some(node));
+            has_all
+        });
         nodes
     }
 
@@ -77,10 +66,6 @@ impl KVCacheManager {
             found.tables[group].push(block.unwrap_or(NULL_BLOCK));
         }
         has_all
-    }
-
-    fn is_computed(&self, block: BlockId) -> bool {
-        self.pool.blocks[block.index()].committed
     }
 
     /// Whether a prefix of `end` tokens is a hit for a sequence that has the first `start` already.

@@ -70,9 +70,7 @@ impl KVCacheManager {
         found.tables.resize_with(self.groups.len(), Vec::new);
         found.sequence = Some(SequenceId { index: index as u32, generation: sequence.generation });
         found.stamp = self.pool.stamp;
-        let Some(node) = self.path_in_the_cache(sequence) else {
-            return;
-        };
+        let Some(node) = self.path_in_the_cache(sequence) else { return };
         found.node = node;
         if !sequence.uses_cache || sequence.path_len * self.block_size != sequence.num_scheduled {
             return;
@@ -81,31 +79,44 @@ impl KVCacheManager {
             return self.lookup_groups(index, limit, found);
         }
         // What is computed must not be reachable through a block alone that may never be: a rollback takes that one.
-        let is_computed = |block: BlockId| self.pool.blocks[block.index()].committed;
         let is_pending =
-            sequence.path_len > 0 && !is_computed(sequence.tables[0].blocks[sequence.path_len as usize - 1]);
+            sequence.path_len > 0 && !self.is_computed(sequence.tables[0].blocks[sequence.path_len as usize - 1]);
+        self.walk(sequence, node, sequence.num_scheduled, limit, |node, end| {
+            let block = self.pool.prefixes.usable_block(&self.pool.blocks, node);
+            let Some(block) = block.filter(|&block| !(is_pending && self.is_computed(block))) else { return false };
+            found.tables[0].push(block);
+            (found.node, found.num_tokens) = (node, end - sequence.num_scheduled);
+            true
+        });
+    }
+
+    /// Follows a sequence's tokens through the tree, from `start` on and behind `node`, while nodes end before `limit` and
+    /// `takes` takes them, with their ends.
+    #[inline]
+    pub(super) fn walk(
+        &self,
+        sequence: &Sequence,
+        mut node: NodeId,
+        mut start: u32,
+        limit: u32,
+        mut takes: impl FnMut(NodeId, u32) -> bool,
+    ) {
+        let prefixes = &self.pool.prefixes;
         let (mut scratch, mut key) = (Vec::new(), Vec::new());
-        let mut start = sequence.num_scheduled;
         while start + self.block_size < limit {
             let end = start + self.block_size;
             key.clear();
             sequence.identity.encode_block(start, end, &mut key);
-            let prefixes = &self.pool.prefixes;
             let child = prefixes.find_extra(&key).and_then(|extra| {
-                sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(found.node, tokens, extra))
+                sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(node, tokens, extra))
             });
-            let Some(child) = child else { break };
-            let Some(block) = prefixes.usable_block(&self.pool.blocks, child) else {
-                break;
-            };
-            if is_pending && is_computed(block) {
-                break;
-            }
-            found.tables[0].push(block);
-            found.node = child;
-            start = end;
+            let Some(child) = child.filter(|&child| takes(child, end)) else { return };
+            (node, start) = (child, end);
         }
-        found.num_tokens = start - sequence.num_scheduled;
+    }
+
+    pub(super) fn is_computed(&self, block: BlockId) -> bool {
+        self.pool.blocks[block.index()].committed
     }
 
     /// The node where a lookup for the sequence starts; `None` if the cache was reset after the sequence's first block.

@@ -19,7 +19,6 @@ impl KVCacheManager {
     pub(crate) fn match_again(&self, index: usize, mut found: Match) -> Match {
         let sequence = &self.sequences[index];
         let prefixes = &self.pool.prefixes;
-        let block_size = self.block_size;
         if !sequence.uses_cache {
             return Match::default();
         }
@@ -35,20 +34,16 @@ impl KVCacheManager {
         }
         while found.num_tokens > 0 && prefixes.usable_block(&self.pool.blocks, found.node).is_none() {
             found.node = prefixes.node(found.node).parent;
-            found.num_tokens -= block_size;
+            found.num_tokens -= self.block_size;
         }
-        let (mut scratch, mut key) = (Vec::new(), Vec::new());
-        while found.num_tokens + block_size < sequence.tokens.len() {
-            let (start, end) = (found.num_tokens, found.num_tokens + block_size);
-            key.clear();
-            sequence.identity.encode_block(start, end, &mut key);
-            let child = prefixes.find_extra(&key).and_then(|extra| {
-                sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(found.node, tokens, extra))
-            });
-            let usable = |&child: &NodeId| prefixes.usable_block(&self.pool.blocks, child).is_some();
-            let Some(child) = child.filter(usable) else { break };
-            (found.node, found.num_tokens) = (child, end);
-        }
+        let Match { node, num_tokens, .. } = found;
+        self.walk(sequence, node, num_tokens, sequence.tokens.len(), |node, end| {
+            let is_usable = prefixes.usable_block(&self.pool.blocks, node).is_some();
+            if is_usable {
+                (found.node, found.num_tokens) = (node, end);
+            }
+            is_usable
+        });
         Match { birth: prefixes.birth(found.node), ..found }
     }
 }

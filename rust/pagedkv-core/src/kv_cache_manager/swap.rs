@@ -235,13 +235,12 @@ impl KVCacheManager {
 
     /// The nodes of a sequence's first `len` tokens, block by block, as far as the cache has them.
     fn nodes_of(&self, index: usize, len: u32) -> Vec<NodeId> {
+        let Some(root) = self.root_of(index) else { return Vec::new() };
         let mut nodes = Vec::new();
-        let mut node = self.root_of(index);
-        for end in (1..=len / self.block_size).map(|column| column * self.block_size) {
-            node = node.and_then(|node| self.child_of(index, node, end));
-            let Some(found) = node else { break };
-            nodes.push(found);
-        }
+        self.walk(&self.sequences[index], root, 0, len + 1, |node, _| {
+            nodes.push(node);
+            true
+        });
         nodes
     }
 
@@ -250,18 +249,6 @@ impl KVCacheManager {
     fn root_of(&self, index: usize) -> Option<NodeId> {
         let sequence = &self.sequences[index];
         Some(sequence.root).filter(|&root| sequence.uses_cache && self.pool.prefixes.is_current(root))
-    }
-
-    /// The node that continues `node` with the block of the sequence's tokens that ends at `end`.
-    fn child_of(&self, index: usize, node: NodeId, end: u32) -> Option<NodeId> {
-        let sequence = &self.sequences[index];
-        let start = end - self.block_size;
-        let (mut key, mut scratch) = (Vec::new(), Vec::new());
-        sequence.identity.encode_block(start, end, &mut key);
-        let prefixes = &self.pool.prefixes;
-        prefixes.find_extra(&key).and_then(|extra| {
-            sequence.tokens.with_range(start, end, &mut scratch, |tokens| prefixes.child(node, tokens, extra))
-        })
     }
 
     fn source_of(&self, block: SwappedBlock, node: Option<NodeId>) -> Option<Source> {
