@@ -2,7 +2,6 @@
 
 use smallvec::SmallVec;
 
-use super::plan::Growth;
 use super::{BlockCopy, ComputedBlocks, KVCacheManager, Sequence, Tail};
 use crate::block_pool::BlockPool;
 use crate::error::Result;
@@ -75,21 +74,8 @@ impl KVCacheManager {
             }
         }
         sequence.num_scheduled = after;
-        match sequence.in_flight.last_mut() {
-            Some(last) if last.0 == plan => last.1 = after,
-            _ => sequence.in_flight.push((plan, after)),
-        }
-        let growth = Growth {
-            sequence: index as u32,
-            epoch: sequence.epoch,
-            before,
-            start,
-            after,
-            num_copies,
-            tail,
-            has_drafts: false,
-        };
-        self.plans.back_mut().expect("a plan is open").growths.push(growth);
+        let record = self.plans.back_mut().expect("a plan is open");
+        record.grew(index, sequence, (before, start), tail, num_copies);
         self.register_filled(index);
     }
 
@@ -110,23 +96,9 @@ impl KVCacheManager {
         }
         let (epoch, num_columns) = (sequence.epoch, sequence.tables[0].len());
         let before = sequence.num_scheduled;
-        let after = before + 1;
-        sequence.num_scheduled = after;
+        sequence.num_scheduled = before + 1;
         let record = self.plans.back_mut().expect("a plan is open");
-        match sequence.in_flight.last_mut() {
-            Some(last) if last.0 == record.id => last.1 = after,
-            _ => sequence.in_flight.push((record.id, after)),
-        }
-        record.growths.push(Growth {
-            sequence: index as u32,
-            epoch,
-            before,
-            start: before,
-            after,
-            num_copies: 0,
-            tail: Tail::Own,
-            has_drafts: false,
-        });
+        record.grew(index, sequence, (before, before), Tail::Own, 0);
         self.register_filled(index);
         (epoch, num_columns)
     }
@@ -155,19 +127,8 @@ impl KVCacheManager {
     pub(super) fn grow_by_moves(&mut self, index: usize, from: u32) {
         let record = self.plans.back_mut().expect("a plan is open");
         let sequence = &mut self.sequences[index];
-        let (epoch, tail, after) = (sequence.epoch, sequence.tail, sequence.num_scheduled);
-        sequence.in_flight.push((record.id, after));
-        let growth = Growth {
-            sequence: index as u32,
-            epoch,
-            before: from,
-            start: from,
-            after,
-            num_copies: 0,
-            tail,
-            has_drafts: false,
-        };
-        record.growths.push(growth);
+        let tail = sequence.tail;
+        record.grew(index, sequence, (from, from), tail, 0);
     }
 
     /// Takes the last tokens that a sequence grew by in the newest plan out of it again. They are not known tokens.

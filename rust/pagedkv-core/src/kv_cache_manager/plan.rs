@@ -8,15 +8,15 @@ use crate::ids::{BlockId, PlanId};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Growth {
     pub(super) sequence: u32,
-    pub(super) epoch: u32,
+    epoch: u32,
     /// Computed length before, where writing starts (hits lie between), and after.
-    pub(super) before: u32,
-    pub(super) start: u32,
+    before: u32,
+    start: u32,
     pub(super) after: u32,
     /// The last copies of the record at the time; those by which the tail became the sequence's own go back.
     pub(super) num_copies: u32,
     /// What the tail was before.
-    pub(super) tail: Tail,
+    tail: Tail,
     /// Whether its last tokens were guesses.
     pub(super) has_drafts: bool,
 }
@@ -57,6 +57,34 @@ pub(crate) struct PlanRecord {
 impl PlanRecord {
     fn new(id: PlanId) -> Self {
         Self { id, growths: Vec::new(), fills: Vec::new(), copies: Vec::new(), moves: Vec::new() }
+    }
+
+    /// Notes that a sequence has grown from `before` to what is scheduled of it, and writes from `start` on. The plan names
+    /// it from now on.
+    #[inline]
+    pub(super) fn grew(
+        &mut self,
+        index: usize,
+        sequence: &mut Sequence,
+        (before, start): (u32, u32),
+        tail: Tail,
+        num_copies: u32,
+    ) {
+        let after = sequence.num_scheduled;
+        match sequence.in_flight.last_mut() {
+            Some(last) if last.0 == self.id => last.1 = after,
+            _ => sequence.in_flight.push((self.id, after)),
+        }
+        self.growths.push(Growth {
+            sequence: index as u32,
+            epoch: sequence.epoch,
+            before,
+            start,
+            after,
+            num_copies,
+            tail,
+            has_drafts: false,
+        });
     }
 
     fn clear(&mut self) {
