@@ -274,6 +274,30 @@ impl KVCacheManager {
         found: &Return,
         arrivals: &mut Vec<Arrival>,
     ) -> Vec<Arriving> {
+        let arriving = self.take_sources(record, found);
+        let mut is_placed = vec![false; record.blocks.len()];
+        // A root of before a reset stays the sequence's: nobody may find what it brings back.
+        for &back in returning {
+            let num_there = self.fill_tables(record, back, found, &mut is_placed);
+            self.pool.stamp += 1;
+            let Returning { index, len, .. } = back;
+            let sequence = &mut self.sequences[index];
+            (sequence.num_scheduled, sequence.num_computed) = (len, num_there);
+            // Others may hold the block in which it ends, or the cache.
+            sequence.tail = Tail::Shared;
+            if num_there < len {
+                arrivals.push(Arrival { sequence: index as u32, epoch: sequence.epoch, num_there });
+            } else {
+                self.register_filled(index);
+                self.leave_windows(index);
+            }
+        }
+        arriving
+    }
+
+    /// Takes those of a record's blocks that the device still has, and new ones for the others. Answers the new ones, which
+    /// a transfer has to fill.
+    fn take_sources(&mut self, record: &mut SwapRecord, found: &Return) -> Vec<Arriving> {
         // What is there is taken before anything is allocated, which might reuse it.
         for (source, block) in found.sources.iter().zip(&mut record.blocks) {
             if let &Source::Device(device, _) = source {
@@ -290,49 +314,41 @@ impl KVCacheManager {
                 (record.blocks[place].device, record.blocks[place].epoch) = (device, self.pool.epoch(device));
             }
         }
-        let mut is_placed = vec![false; record.blocks.len()];
-        // A root of before a reset stays the sequence's: nobody may find what it brings back.
-        for &Returning { entry, index, len } in returning {
-            let mut num_there = len;
-            for group in 0..self.groups.len() {
-                let spec = self.groups[group];
-                let first = spec.columns_before_window(len);
-                for column in 0..len.div_ceil(spec.block_size) {
-                    let table = &mut self.sequences[index].tables[group];
-                    if column < first {
-                        table.blocks.push(NULL_BLOCK);
-                        table.num_null += 1;
-                        continue;
-                    }
-                    let place = record.sequences[entry].columns[group][column as usize] as usize;
-                    let block = record.blocks[place].device;
-                    if std::mem::replace(&mut is_placed[place], true) {
-                        self.pool.hold(block);
-                    }
-                    self.sequences[index].tables[group].blocks.push(block);
-                    if found.sources[place] == Source::Host {
-                        num_there = num_there.min(column * spec.block_size);
-                    }
+        arriving
+    }
+
+    /// Puts the blocks of a returning sequence into its tables, with a hold for each that another one has got already.
+    /// Answers how many tokens need not be waited for.
+    fn fill_tables(
+        &mut self,
+        record: &SwapRecord,
+        Returning { entry, index, len }: Returning,
+        found: &Return,
+        is_placed: &mut [bool],
+    ) -> u32 {
+        let mut num_there = len;
+        let tables = self.sequences[index].tables.iter_mut().zip(&self.groups);
+        for ((table, spec), columns) in tables.zip(&record.sequences[entry].columns) {
+            let first = spec.columns_before_window(len);
+            for column in 0..len.div_ceil(spec.block_size) {
+                if column < first {
+                    table.blocks.push(NULL_BLOCK);
+                    table.num_null += 1;
+                    continue;
+                }
+                let place = columns[column as usize] as usize;
+                let block = record.blocks[place].device;
+                if std::mem::replace(&mut is_placed[place], true) {
+                    self.pool.hold(block);
+                }
+                table.blocks.push(block);
+                if found.sources[place] == Source::Host {
+                    num_there = num_there.min(column * spec.block_size);
                 }
             }
-            if num_there < len && (self.groups.len() > 1 || self.has_windows) {
-                // A shorter length may need what left the windows of the longer one.
-                num_there = 0;
-            }
-            self.pool.stamp += 1;
-            let sequence = &mut self.sequences[index];
-            (sequence.num_scheduled, sequence.num_computed) = (len, num_there);
-            // Others may hold the block in which it ends, or the cache.
-            sequence.tail = Tail::Shared;
-            if num_there < len {
-                let epoch = self.sequences[index].epoch;
-                arrivals.push(Arrival { sequence: index as u32, epoch, num_there });
-            } else {
-                self.register_filled(index);
-                self.leave_windows(index);
-            }
         }
-        arriving
+        // Where there are windows, or several groups, a shorter length may need what left the windows of the longer one.
+        if num_there < len && !self.is_plain() { 0 } else { num_there }
     }
 
     /// The transfer that filled a sequence's blocks ended: what arrived is as good as computed, and public where it is
