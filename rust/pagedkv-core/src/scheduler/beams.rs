@@ -1,9 +1,10 @@
 //! Beams: samples that take each other's places, step by step, and are planned together or not at all.
 
 use super::commit::StepResult;
-use super::pass::{Entry, Pass};
+use super::in_flight::{Entry, InFlight};
+use super::pass::Pass;
 use super::request::{FinishReason, Request, Stage};
-use super::{Fork, InFlight, Scheduler};
+use super::{Fork, Scheduler};
 use crate::error::{Result, invalid};
 use crate::ids::{Handle, PlanId};
 

@@ -1,10 +1,11 @@
 //! From a pass to the plan's arrays.
 
+use super::Scheduler;
 use super::drafts::is_chain;
-use super::pass::{Entry, Pass};
+use super::in_flight::{Cell, Departure, Entry, InFlight};
+use super::pass::Pass;
 use super::request::{NONE, Stage};
 use super::transfers::Direction;
-use super::{Cell, Departure, InFlight, Scheduler};
 use crate::ids::{BlockId, PlanId};
 use crate::step_plan::{Arrays, Change, Changes, Field, Header, StepPlan, encode_changes};
 

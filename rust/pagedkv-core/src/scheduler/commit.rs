@@ -1,10 +1,10 @@
 //! Ending a plan with the tokens that the model sampled.
 
+use super::Scheduler;
 use super::drafts::tokens_of;
-use super::pass::Entry;
+use super::in_flight::{Cell, Entry, InFlight};
 use super::request::{FinishReason, Stage};
 use super::stats::RequestStats;
-use super::{Cell, InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::ids::{Handle, PlanId};
 use crate::kv_cache_manager::DepartedColumn;
@@ -265,15 +265,5 @@ impl super::request::Request {
         } else {
             (num_outputs >= self.samples[sample].max_tokens).then_some(FinishReason::Length)
         }
-    }
-}
-
-impl InFlight {
-    pub(super) fn clear(&mut self) {
-        self.entries.clear();
-        self.samples.clear();
-        self.nodes.clear();
-        self.cells.clear();
-        self.announced = super::Announcements::default();
     }
 }

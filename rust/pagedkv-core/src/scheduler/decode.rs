@@ -1,16 +1,10 @@
 //! The growth and the commit of a sequence that decodes: by the one token that was sampled last. Nearly all that steps do is
 //! this, so it has paths of its own, which do what the general ones do for it.
 
+use super::Scheduler;
 use super::commit::StepResult;
-use super::pass::{Entry, Pass};
-use super::{Cell, Scheduler};
-
-impl Entry {
-    /// Whether all that its commit does is to give its sample a token.
-    pub(super) const fn draws_one(&self) -> bool {
-        self.num_samples == 1 && self.num_drafts == 0 && !self.completes_prompt
-    }
-}
+use super::in_flight::{Cell, Entry};
+use super::pass::Pass;
 
 impl Scheduler {
     /// Grows a sample of a running request by one token, if that is all it can grow by, without guesses, hits or copies, and

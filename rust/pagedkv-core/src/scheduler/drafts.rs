@@ -1,8 +1,9 @@
 //! Guesses for the next tokens of running sequences, in a chain or as a tree, for a plan to check.
 
-use super::pass::{Entry, Pass};
+use super::Scheduler;
+use super::in_flight::{Entry, InFlight};
+use super::pass::Pass;
 use super::request::Stage;
-use super::{InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::step_plan::{Field, StepPlan};
 

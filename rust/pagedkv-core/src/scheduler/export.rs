@@ -1,7 +1,7 @@
 //! Block tables of a plan in the forms that other people's kernels read.
 
 use super::Scheduler;
-use super::pass::Entry;
+use super::in_flight::Entry;
 use crate::error::{Error, Result};
 use crate::ids::PlanId;
 use crate::table_export::TableExport;

@@ -21,6 +21,7 @@ mod export;
 mod forecast;
 mod fork;
 mod hold;
+mod in_flight;
 mod inbox;
 mod invariants;
 mod limits;
@@ -52,16 +53,15 @@ use crate::error::{Result, invalid};
 use crate::events::{KVCacheSnapshot, KVEventBatch};
 use crate::host_pool::HostPool;
 use crate::identity::Identity;
-use crate::ids::{Handle, PlanId};
+use crate::ids::Handle;
 use crate::kv_cache_manager::{ComputedBlocks, KVCacheManager, PinId};
-use crate::step_plan::{BufferPool, Change};
+use crate::step_plan::BufferPool;
 pub use commit::{FinishedRequest, Fork, StepResult};
-use drafts::Node;
 pub use explain::{Explanation, Reason};
+use in_flight::{Announcements, Entry, InFlight};
 use inbox::Command;
 pub use inbox::Inbox;
 pub use limits::LimitsUpdate;
-use pass::Entry;
 use policy::Order;
 pub use policy::{OrderPolicy, RequestView};
 use request::Request;
@@ -76,50 +76,6 @@ pub use views::Progress;
 
 /// Outputs for which a sequence makes room at once.
 const MAX_RESERVED_TOKENS: u32 = 256;
-
-/// A sequence during one residence, and an entry of its block table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Cell {
-    sequence: u32,
-    epoch: u32,
-    group: u32,
-    column: u32,
-}
-
-/// A request's sample that lost its seat, or ended.
-#[derive(Clone, Debug)]
-struct Departure {
-    handle: Handle,
-    sample: u32,
-    change: Change,
-}
-
-/// What the next plan has to announce.
-#[derive(Debug, Default)]
-struct Announcements {
-    /// Residences whose whole row must be sent.
-    new: Vec<(u32, u32)>,
-    /// Cells that a plan which never ran had sent.
-    repeated: Vec<Cell>,
-    preempted: Vec<Departure>,
-    finished: Vec<Departure>,
-    /// Transfers that no plan in flight, or one that never ran, has told.
-    transfers: Vec<i64>,
-}
-
-/// What is kept of a plan until it ends.
-#[derive(Debug)]
-struct InFlight {
-    id: PlanId,
-    entries: Vec<Entry>,
-    /// The sample number of each sample drawn.
-    samples: Vec<u32>,
-    /// The guesses that entries run.
-    nodes: Vec<Node>,
-    announced: Announcements,
-    /// Cells that the plan's table updates named, those of new rows apart.
-    cells: Vec<Cell>,
-}
 
 /// The scheduler. See the module's page.
 #[derive(Debug)]

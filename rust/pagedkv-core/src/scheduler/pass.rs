@@ -1,46 +1,14 @@
 //! One pass over the running requests: each grows by what the token budget and the pool allow.
 
+use super::Scheduler;
+use super::in_flight::{Cell, Entry, InFlight};
 use super::policy::Order;
 use super::request::{NONE, Stage};
-use super::{Cell, InFlight, Scheduler};
 use crate::config::Policy;
 use crate::error::{Error, Result, invalid};
-use crate::ids::{Handle, PlanId};
+use crate::ids::PlanId;
 use crate::kv_cache_manager::ComputedBlocks;
 use crate::step_plan::StepPlan;
-
-/// A sequence in a plan.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
-    pub(super) handle: Handle,
-    pub(super) slot: u32,
-    pub(super) sample: u32,
-    pub(super) sequence: u32,
-    pub(super) epoch: u32,
-    pub(super) row: u32,
-    /// The positions that run.
-    pub(super) start: u32,
-    pub(super) end: u32,
-    /// Samples drawn, and the first of them among the plan's.
-    pub(super) num_samples: u32,
-    pub(super) first_sample: u32,
-    /// The sample's newest draw before this plan.
-    pub(super) drawn_before: (PlanId, u32),
-    /// Tokens that came from the cache before `start`.
-    pub(super) num_hit_tokens: u32,
-    /// Preemptions of the request before.
-    pub(super) num_preemptions: u32,
-    /// Tokens that an admission looked for in the cache; 0 if it did not look.
-    pub(super) num_queried: u32,
-    /// Guesses among the positions that run; the last ones. Which, and whether they are no chain.
-    pub(super) num_drafts: u32,
-    pub(super) first_node: u32,
-    pub(super) is_tree: bool,
-    /// Whether the plan gave the request its seats.
-    pub(super) is_admission: bool,
-    /// Whether the prompt is complete and the samples fork when the plan commits.
-    pub(super) completes_prompt: bool,
-}
 
 /// What a pass has left and what it found.
 #[derive(Debug)]
@@ -385,52 +353,5 @@ impl Scheduler {
             completes_prompt,
             ..Entry::new(request.handle, slot, index as u32, epoch, seat.row, start..end + want.num_drafts)
         });
-    }
-}
-
-impl Entry {
-    /// A growth of a sequence to compute these positions, and nothing else.
-    pub(super) const fn new(
-        handle: Handle,
-        slot: u32,
-        sequence: u32,
-        epoch: u32,
-        row: u32,
-        positions: std::ops::Range<u32>,
-    ) -> Self {
-        Self {
-            handle,
-            slot,
-            sample: 0,
-            sequence,
-            epoch,
-            row,
-            start: positions.start,
-            end: positions.end,
-            num_samples: 0,
-            first_sample: 0,
-            drawn_before: (PlanId::new(0), 0),
-            num_hit_tokens: 0,
-            num_preemptions: 0,
-            num_queried: 0,
-            num_drafts: 0,
-            first_node: 0,
-            is_tree: false,
-            is_admission: false,
-            completes_prompt: false,
-        }
-    }
-}
-
-impl InFlight {
-    pub(super) fn empty() -> Self {
-        Self {
-            id: PlanId::new(0),
-            entries: Vec::new(),
-            samples: Vec::new(),
-            nodes: Vec::new(),
-            announced: super::Announcements::default(),
-            cells: Vec::new(),
-        }
     }
 }

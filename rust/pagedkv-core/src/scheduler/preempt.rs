@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::Scheduler;
+use super::in_flight::Departure;
 use super::pass::{Head, Pass};
 use super::policy::Order;
 use super::request::{FinishReason, NONE, Sample, Stage};
-use super::{Departure, Scheduler};
 use crate::ids::PlanId;
 use crate::step_plan::Change;
 

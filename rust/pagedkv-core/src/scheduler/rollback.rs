@@ -1,7 +1,8 @@
 //! Undoing plans that never ran, or whose results are void.
 
+use super::Scheduler;
+use super::in_flight::InFlight;
 use super::request::{NONE, Sample, Stage};
-use super::{InFlight, Scheduler};
 use crate::error::{Error, Result};
 use crate::ids::PlanId;
 

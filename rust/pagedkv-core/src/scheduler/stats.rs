@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::Scheduler;
-use super::pass::Entry;
+use super::in_flight::Entry;
 use super::request::{FinishReason, Request, Stage};
 use crate::error::{Error, Result, invalid};
 use crate::ids::Handle;

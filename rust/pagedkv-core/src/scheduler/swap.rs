@@ -1,11 +1,12 @@
 //! Preemption by swap: a request's blocks go to the host tier, and it goes on from there when it is admitted again.
 
-use super::pass::{Entry, Pass};
-use super::request::{NONE, Request, Sample, Stage};
-use super::transfers::{Direction, Swapped, TransferredBlock};
 use smallvec::SmallVec;
 
-use super::{Departure, Scheduler};
+use super::Scheduler;
+use super::in_flight::{Departure, Entry};
+use super::pass::Pass;
+use super::request::{NONE, Request, Sample, Stage};
+use super::transfers::{Direction, Swapped, TransferredBlock};
 use crate::config::PreemptionMode;
 use crate::kv_cache_manager::{Return, Returning};
 use crate::step_plan::Change;

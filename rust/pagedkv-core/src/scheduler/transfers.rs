@@ -1,7 +1,8 @@
 //! Transfers between the device and other places: which are under way, and what follows when one ends.
 
+use super::Scheduler;
+use super::in_flight::InFlight;
 use super::request::Stage;
-use super::{InFlight, Scheduler};
 use crate::error::{Error, Result, invalid};
 use crate::host_pool::{HostBlockId, HostPool};
 use crate::ids::{BlockId, Handle, PlanId};
