@@ -3,7 +3,7 @@
 use super::Scheduler;
 use super::in_flight::{Cell, Entry, InFlight};
 use super::policy::Order;
-use super::request::{NONE, Stage};
+use super::request::{NONE, Sample, Stage};
 use crate::config::Policy;
 use crate::error::{Error, Result, invalid};
 use crate::ids::PlanId;
@@ -311,37 +311,15 @@ impl Scheduler {
         let end = start + num_new;
         let before = self.manager.sequence(index).num_scheduled;
         self.manager.extend(index, num_new + want.num_drafts, hits);
+        let completes_prompt = self.request(slot).stage == Stage::Prompt && end == want.target;
+        let num_samples = self.num_drawn(slot, sample, end, want);
         let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
-        let completes_prompt = request.stage == Stage::Prompt && end == want.target;
-        let num_samples = match request.stage {
-            Stage::Prompt if completes_prompt => {
-                request.samples.iter().filter(|sample| request.draws_behind_the_prompt(sample, &self.manager)).count()
-                    as u32
-            }
-            Stage::Prompt => 0,
-            _ if want.num_drafts > 0 => want.num_drafts + 1,
-            _ => u32::from(end == self.manager.sequence(index).tokens.len() + request.samples[sample].num_pending),
-        };
         request.num_in_flight += 1;
         request.num_cached_tokens += if request.num_preemptions == 0 { hits.num_tokens() } else { 0 };
         request.last_plan = pass.record.id;
         self.recorder.hit(request, hits.num_tokens());
         let seat = self.seats.seat(index);
         let epoch = self.manager.sequence(index).epoch;
-        let cell = |group, column| Cell { sequence: index as u32, epoch, group, column };
-        for copy in self.manager.last_copies() {
-            pass.copies.push([copy.source.get() as i32, copy.target.get() as i32]);
-            if seat.is_announced {
-                pass.record.cells.push(cell(copy.group, copy.column));
-            }
-        }
-        if seat.is_announced {
-            let tables = self.manager.sequence(index).tables.iter().zip(&self.manager.groups);
-            for (group, (table, spec)) in (0..).zip(tables) {
-                let new = before.div_ceil(spec.block_size)..table.len();
-                pass.record.cells.extend(new.map(|column| cell(group, column)));
-            }
-        }
         pass.budget -= num_new + want.num_drafts;
         pass.record.entries.push(Entry {
             sample: sample as u32,
@@ -353,5 +331,43 @@ impl Scheduler {
             completes_prompt,
             ..Entry::new(request.handle, slot, index as u32, epoch, seat.row, start..end + want.num_drafts)
         });
+        self.note_changed_cells(pass, index, before);
+    }
+
+    /// Tokens that are drawn where a sample's sequence grows up to `end`, and by the guesses behind.
+    fn num_drawn(&self, slot: u32, sample: usize, end: u32, want: Want) -> u32 {
+        let request = self.request(slot);
+        let sample = &request.samples[sample];
+        match request.stage {
+            Stage::Prompt if end == want.target => {
+                let draws = |sample: &&Sample| request.draws_behind_the_prompt(sample, &self.manager);
+                request.samples.iter().filter(draws).count() as u32
+            }
+            Stage::Prompt => 0,
+            _ if want.num_drafts > 0 => want.num_drafts + 1,
+            _ => {
+                let len = self.manager.sequence(sample.sequence as usize).tokens.len();
+                u32::from(end == len + sample.num_pending)
+            }
+        }
+    }
+
+    /// Notes the copies of the newest growth, which began at `before`, and the entries of its block tables that it changed.
+    fn note_changed_cells(&self, pass: &mut Pass, index: usize, before: u32) {
+        let sequence = self.manager.sequence(index);
+        let is_announced = self.seats.seat(index).is_announced;
+        let cell = |group, column| Cell { sequence: index as u32, epoch: sequence.epoch, group, column };
+        for copy in self.manager.last_copies() {
+            pass.copies.push([copy.source.get() as i32, copy.target.get() as i32]);
+            if is_announced {
+                pass.record.cells.push(cell(copy.group, copy.column));
+            }
+        }
+        if is_announced {
+            for (group, (table, spec)) in (0..).zip(sequence.tables.iter().zip(&self.manager.groups)) {
+                let new = before.div_ceil(spec.block_size)..table.len();
+                pass.record.cells.extend(new.map(|column| cell(group, column)));
+            }
+        }
     }
 }
