@@ -71,7 +71,7 @@ impl Scheduler {
         self.extend(pass, slot, leader, num_new, want, hits);
         let entry = pass.record.entries.last_mut().expect("the admission was just added");
         (entry.is_admission, entry.num_queried) = (true, num_queried);
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         self.recorder.admitted(request, num_queried);
         pass.claimed += others + self.blocks_to_come(index, want.target);
         pass.num_partial_prefills += u32::from(start + num_new < want.target);
@@ -88,7 +88,7 @@ impl Scheduler {
     pub(super) fn enter(&mut self, slot: u32, num_tokens: u32, num_hit_tokens: u32) {
         self.waiting.pop_first();
         self.num_admissions += 1;
-        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let request = &self.requests[slot];
         let view = request.view(num_tokens, num_hit_tokens);
         self.policy.admitted(&view, request.key);
         self.set_keeper(slot, false);

@@ -42,19 +42,15 @@ impl Scheduler {
     }
 
     pub(super) fn enqueue(&mut self, mut request: Request) {
-        let slot = self.vacant.pop().unwrap_or(self.requests.len() as u32);
         let num_tokens = request.prompt_len();
         self.arrive(&mut request, num_tokens);
         self.recorder.arrived(&mut request);
-        self.by_handle.insert(request.handle, slot);
-        self.waiting.insert(request.order, slot);
-        if request.due_at != u64::MAX {
-            self.ageing.insert((request.due_at, request.handle), slot);
-        }
-        if slot as usize == self.requests.len() {
-            self.requests.push(Some(request));
-        } else {
-            self.requests[slot as usize] = Some(request);
+        let (handle, order, due_at) = (request.handle, request.order, request.due_at);
+        let slot = self.requests.insert(request);
+        self.by_handle.insert(handle, slot);
+        self.waiting.insert(order, slot);
+        if due_at != u64::MAX {
+            self.ageing.insert((due_at, handle), slot);
         }
     }
 

@@ -129,7 +129,7 @@ impl Scheduler {
     }
 
     fn live(&self, entry: &Entry) -> Option<&Request> {
-        self.requests[entry.slot as usize].as_ref().filter(|request| request.handle == entry.handle)
+        self.requests.find(entry.slot, entry.handle)
     }
 
     /// Parts prompts that are computed, and lists the samples drawn whose requests live, in the order of the plan.
@@ -174,7 +174,7 @@ impl Scheduler {
                 let own = if nth == 0 && going_on.is_empty() { parent.sample as i32 } else { -1 };
                 outcome[token] = Some((own, reason as i8));
             }
-            let request = self.requests[parent.slot as usize].as_mut().expect("a slot in use has a request");
+            let request = &mut self.requests[parent.slot];
             self.recorder.generated(request, num_tokens);
             match (going_on.is_empty(), ending.first()) {
                 (true, Some(&token)) => ended.push((*parent, Some(token))),
@@ -199,8 +199,9 @@ impl Scheduler {
     }
 
     fn is_alive(&self, drawn: &Drawn) -> bool {
-        let request = self.requests[drawn.slot as usize].as_ref().filter(|request| request.handle == drawn.handle);
-        request.is_some_and(|request| request.samples[drawn.sample].finish.is_none())
+        self.requests
+            .find(drawn.slot, drawn.handle)
+            .is_some_and(|request| request.samples[drawn.sample].finish.is_none())
     }
 
     fn end_beam(&mut self, parent: Drawn, token: Option<i32>, result: &mut StepResult) {
@@ -294,7 +295,7 @@ impl Scheduler {
             request.num_in_flight -= 1;
             request.num_cached_tokens -= if request.num_preemptions == 0 { entry.num_hit_tokens } else { 0 };
             pass.budget += entry.end - entry.start;
-            let request = self.requests[entry.slot as usize].as_ref().expect("a slot in use has a request");
+            let request = &self.requests[entry.slot];
             self.recorder.hit_undone(request, &entry);
         }
         pass.record.cells.truncate(mark.cells);

@@ -64,7 +64,7 @@ impl Scheduler {
             if entry.num_samples == 0 {
                 continue;
             }
-            let request = self.requests[entry.slot as usize].as_mut().expect("a planned request lives");
+            let request = &mut self.requests[entry.slot];
             if entry.num_drafts > 0 {
                 let sample = &mut request.samples[entry.sample as usize];
                 entry.first_node = record.nodes.len() as u32;

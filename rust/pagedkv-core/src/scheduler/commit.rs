@@ -217,7 +217,7 @@ impl Scheduler {
         }
         tokens[..num_taken as usize].iter().for_each(|&token| self.manager.append_token(index, token));
         result.num_ignored += ignored - num_taken;
-        let request = self.requests[entry.slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[entry.slot];
         self.recorder.generated(request, num_taken as usize);
         result.push(entry.handle, sample as i32, num_taken as i32, reason.map_or(0, |reason| reason as i8));
         if let Some(reason) = reason {

@@ -32,7 +32,7 @@ impl Scheduler {
         if takes_block && seat.is_announced {
             pass.record.cells.push(Cell { sequence: index as u32, epoch, group: 0, column: num_columns - 1 });
         }
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         request.num_in_flight += 1;
         request.last_plan = pass.record.id;
         let sample = &request.samples[number];
@@ -60,7 +60,7 @@ impl Scheduler {
         sample.num_outputs += 1;
         sample.drafts.clear();
         let reason = request.reason_at(number, request.samples[number].num_outputs, token);
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         self.recorder.generated(request, 1);
         self.manager.append_token(entry.sequence as usize, token);
         result.push(entry.handle, number as i32, 1, reason.map_or(0, |reason| reason as i8));

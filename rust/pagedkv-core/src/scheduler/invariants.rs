@@ -15,15 +15,14 @@ impl Scheduler {
     pub fn check_integrity(&self) -> std::result::Result<(), BrokenLaw> {
         self.manager.check_integrity()?;
         let broken = |what: String| Err(BrokenLaw { law: 5, what });
-        let mut is_running = vec![false; self.requests.len()];
+        let mut is_running = vec![false; self.requests.num_slots()];
         self.running.iter().for_each(|&slot| is_running[slot as usize] = true);
         let mut sequences = 0;
-        for (slot, request) in self.requests.iter().enumerate() {
-            let Some(request) = request else { continue };
-            self.check_request(slot as u32, request, is_running[slot])?;
+        for (slot, request) in self.requests.iter() {
+            self.check_request(slot, request, is_running[slot as usize])?;
             sequences += request.samples.iter().filter(|sample| sample.sequence != NONE).count();
         }
-        let num_keepers = self.requests.iter().flatten().filter(|request| request.is_keeper).count();
+        let num_keepers = self.requests.iter().filter(|(_, request)| request.is_keeper).count();
         if num_keepers != self.num_keepers as usize {
             return broken(format!("{num_keepers} waiting requests have blocks, {} are counted", self.num_keepers));
         }

@@ -66,15 +66,13 @@ impl Scheduler {
                 return invalid(argument, format!("at most {most}, as the scheduler was made"), found);
             }
         }
-        for (slot, request) in self.requests.iter().enumerate() {
-            if let Some(request) = request.as_ref().filter(|request| request.num_live > 0) {
-                self.check_feasible(slot as u32, request, &limits)?;
-            }
+        for (slot, request) in self.requests.iter().filter(|(_, request)| request.num_live > 0) {
+            self.check_feasible(slot, request, &limits)?;
         }
         self.inbox.set_limits(&limits)?;
         self.watermark_blocks = limits.watermark_blocks(self.inbox.usable_blocks());
         self.seats.set_limit(limits.max_num_seqs);
-        for sample in self.requests.iter_mut().flatten().flat_map(|request| &mut request.samples) {
+        for sample in self.requests.iter_mut().flat_map(|request| &mut request.samples) {
             if sample.drafts.len() > limits.lookahead as usize {
                 sample.drafts.clear();
             }

@@ -34,6 +34,7 @@ mod rollback;
 mod room;
 mod seats;
 mod sessions;
+mod slots;
 mod snapshot;
 mod stats;
 mod swap;
@@ -68,6 +69,7 @@ use request::Request;
 pub use request::{FinishReason, NewRequest};
 use room::most_blocks;
 use seats::Seats;
+use slots::Requests;
 pub use snapshot::{PlanSnapshot, RequestSnapshot, RequestState, SequenceSnapshot, Snapshot};
 use stats::Recorder;
 pub use stats::{MAX_TENANT_STATS, RequestStats, RequestTotals, SchedulerStats, TenantName};
@@ -89,8 +91,7 @@ pub struct Scheduler {
     most_blocks: SmallVec<[u32; 1]>,
     inbox: Inbox,
     commands: Vec<Command>,
-    requests: Vec<Option<Request>>,
-    vacant: Vec<u32>,
+    requests: Requests,
     by_handle: HashMap<Handle, u32>,
     policy: Box<dyn OrderPolicy>,
     waiting: BTreeMap<Order, u32>,
@@ -146,8 +147,7 @@ impl Scheduler {
             watermark_blocks: limits.watermark_blocks(cache.usable_blocks()),
             most_lookahead: limits.lookahead,
             commands: Vec::new(),
-            requests: Vec::new(),
-            vacant: Vec::new(),
+            requests: Requests::default(),
             by_handle: HashMap::new(),
             policy,
             waiting: BTreeMap::new(),
@@ -267,21 +267,21 @@ impl Scheduler {
     }
 
     fn request(&self, slot: u32) -> &Request {
-        self.requests[slot as usize].as_ref().expect("a slot in use has a request")
+        &self.requests[slot]
     }
 
     fn request_mut(&mut self, slot: u32) -> &mut Request {
-        self.requests[slot as usize].as_mut().expect("a slot in use has a request")
+        &mut self.requests[slot]
     }
 
     /// The request that an entry is about, if it has not ended.
     fn entry_request(&mut self, entry: &Entry) -> Option<&mut Request> {
-        self.requests[entry.slot as usize].as_mut().filter(|request| request.handle == entry.handle)
+        self.requests.find_mut(entry.slot, entry.handle)
     }
 
     /// A sequence of the request's prompt, for its sample.
     fn ensure_sequence(&mut self, slot: u32, sample: usize) -> usize {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         if request.samples[sample].sequence == request::NONE {
             let (prompt, identity) = (request.prompt.clone(), request.identity.clone());
             let index = self.manager.create_checked(prompt, identity, request.use_prefix_cache).index;

@@ -58,7 +58,7 @@ impl Scheduler {
         let mut has_changed = false;
         for &slot in &slots {
             let num_hit_tokens = if self.policy.wants_hits() { self.num_hit_tokens(slot) } else { 0 };
-            let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+            let request = &mut self.requests[slot];
             let view = request.view(request.prompt_len(), num_hit_tokens);
             let key = self.policy.waiting_key(&view, request.key);
             if key.to_bits() != request.key.to_bits() && !request.order.is_due() {

@@ -149,7 +149,7 @@ impl Scheduler {
     /// Puts the moves that samples of a running request await into the plan. From here on it is nobody's victim in this
     /// pass, so that its blocks are not fenced by the very plan for which they are taken.
     fn place_moves(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let request = &self.requests[slot];
         for sample in request.samples.iter().filter(|sample| sample.sequence != NONE) {
             self.manager.place_moves(sample.sequence as usize);
         }
@@ -313,7 +313,7 @@ impl Scheduler {
         self.manager.extend(index, num_new + want.num_drafts, hits);
         let completes_prompt = self.request(slot).stage == Stage::Prompt && end == want.target;
         let num_samples = self.num_drawn(slot, sample, end, want);
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         request.num_in_flight += 1;
         request.num_cached_tokens += if request.num_preemptions == 0 { hits.num_tokens() } else { 0 };
         request.last_plan = pass.record.id;

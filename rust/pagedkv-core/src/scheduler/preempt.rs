@@ -175,7 +175,7 @@ impl Scheduler {
         request.samples.iter_mut().for_each(|sample| sample.drafts.clear());
         request.stage = Stage::Waiting;
         request.num_preemptions += 1;
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         self.recorder.preempted(request);
         self.set_keeper(slot, false);
         if is_running {
@@ -239,7 +239,7 @@ impl Scheduler {
         request.samples[sample].finish = Some(reason);
         request.forget_swapped_sample(sample);
         request.num_live -= 1;
-        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let request = &self.requests[slot];
         self.recorder.sample_finished(request, reason);
         if leads_others {
             self.hand_over(slot, sample);
@@ -269,7 +269,7 @@ impl Scheduler {
     /// The sample that computes the prompt ends before the fork: the next one takes over its sequence and its seat. No
     /// more than the prompt is computed, so an heir with outputs of its own only brings its tokens along.
     fn hand_over(&mut self, slot: u32, from: usize) {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         let to = request.leader();
         let (sequence, heirs) = (request.samples[from].sequence, request.samples[to].sequence);
         if heirs != NONE {
@@ -288,7 +288,7 @@ impl Scheduler {
 
     /// No sample of the request runs or waits any more: it rests if a session keeps some, else it is gone.
     fn request_is_over(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+        let request = &self.requests[slot];
         self.recorder.finished(request);
         self.leave_queues(slot);
         self.close_turn(slot);
@@ -302,10 +302,9 @@ impl Scheduler {
 
     /// A request with no sample left, which is in no queue.
     pub(super) fn remove_request(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].take().expect("a slot in use has a request");
+        let request = self.requests.remove(slot);
         self.by_handle.remove(&request.handle);
         self.inbox.forget(request.handle);
-        self.vacant.push(slot);
     }
 
     /// `plan`, if it or an older one is in flight: what it names must wait.

@@ -52,7 +52,7 @@ impl Scheduler {
             if request.num_preemptions == 0 {
                 request.num_cached_tokens -= entry.num_hit_tokens;
             }
-            let request = self.requests[entry.slot as usize].as_mut().expect("a slot in use has a request");
+            let request = &mut self.requests[entry.slot];
             self.recorder.hit_undone(request, entry);
             // One that lost its seats since, or rests, stays where it is.
             if entry.is_admission && matches!(request.stage, Stage::Prompt | Stage::Apart) {

@@ -36,24 +36,24 @@ impl Scheduler {
             let request = self.request_mut(slot);
             request.stage = Stage::Waiting;
             (request.num_preemptions, request.num_cached_tokens, request.num_new_tokens) = (0, 0, 0);
-            let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+            let request = &mut self.requests[slot];
             self.recorder.arrived_again(request);
         } else {
             // It arrives once more, now with this sample too.
             self.leave_queues(slot);
-            let request = self.requests[slot as usize].as_ref().expect("a slot in use has a request");
+            let request = &self.requests[slot];
             let ended = request.samples.iter().filter(|sample| sample.finish.is_some());
             let spent: u64 = ended.map(|sample| u64::from(sample.num_outputs)).sum();
             self.policy.ended(&request.view(0, 0), request.most_outputs() - spent);
         }
         self.begin_turn(slot, sample as usize, ids, max_tokens);
-        let mut request = self.requests[slot as usize].take().expect("a slot in use has a request");
+        let mut request = self.requests.take(slot);
         let num_tokens = self.num_known_tokens(&request);
         self.arrive(&mut request, num_tokens);
         if request.due_at != u64::MAX {
             self.ageing.insert((request.due_at, handle), slot);
         }
-        self.requests[slot as usize] = Some(request);
+        self.requests.put_back(slot, request);
         self.note_keeper(slot);
         if self.request(slot).is_keeper {
             // What a session kept goes on with the other samples: together they are computed again.
@@ -95,7 +95,7 @@ impl Scheduler {
     /// # Complexity
     /// O(requests + blocks of resting sessions).
     pub fn num_resting(&self) -> (usize, u32) {
-        let resting = self.requests.iter().flatten().filter(|request| request.stage == Stage::Resting).count();
+        let resting = self.requests.iter().filter(|(_, request)| request.stage == Stage::Resting).count();
         (resting, self.manager.num_blocks_of_sessions())
     }
 
@@ -193,7 +193,7 @@ impl Scheduler {
 
     /// The turn is over: the policy is told what was left unused of it.
     pub(super) fn close_turn(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         let num_outputs: u64 = request.samples.iter().map(|sample| u64::from(sample.num_outputs)).sum();
         let unused = request.most_outputs().saturating_sub(num_outputs);
         self.policy.ended(&request.view(request.prompt_len(), 0), unused);

@@ -122,7 +122,8 @@ impl Scheduler {
         let mut waiting: Vec<u32> = self.waiting.values().chain(self.held.values()).copied().collect();
         waiting.sort_unstable_by_key(|&slot| self.request(slot).order);
         slots.append(&mut waiting);
-        let mut resting: Vec<u32> = (0..self.requests.len() as u32).filter(|&slot| self.rests(slot)).collect();
+        let resting = self.requests.iter().filter(|(_, request)| request.stage == Stage::Resting);
+        let mut resting: Vec<u32> = resting.map(|(slot, _)| slot).collect();
         resting.sort_unstable_by_key(|&slot| self.request(slot).handle);
         slots.append(&mut resting);
         let pool = self.manager.pool();
@@ -137,10 +138,6 @@ impl Scheduler {
             num_preemptions: self.num_preemptions,
             num_evictions: pool.num_evictions(),
         }
-    }
-
-    fn rests(&self, slot: u32) -> bool {
-        self.requests[slot as usize].as_ref().is_some_and(|request| request.stage == Stage::Resting)
     }
 
     fn sequences_of(&self, slot: u32) -> impl Iterator<Item = SequenceSnapshot> {

@@ -343,7 +343,7 @@ impl Scheduler {
         let (recorder, pool) = (&self.recorder, self.manager.pool());
         let (mut totals, mut tenants) = (recorder.totals, recorder.tenants.clone());
         // The tokens of a turn that is over are in the totals already.
-        for request in self.requests.iter().flatten().filter(|request| request.stage != Stage::Resting) {
+        for (_, request) in self.requests.iter().filter(|(_, request)| request.stage != Stage::Resting) {
             let num_tokens = request.record.num_generation_tokens;
             totals.generation_tokens += num_tokens;
             tenants[request.record.tenant as usize].1.generation_tokens += num_tokens;

@@ -49,7 +49,7 @@ impl Scheduler {
     /// A request is computed again where it has not filled a block, or the host tier has no room for all of its blocks; and
     /// so is one that waits, with blocks from before.
     pub(super) fn swap_out(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         // What is on its way in stays in the host tier until it is there.
         request.arrivals.clear();
         if self.limits.preemption_mode != PreemptionMode::Swap || request.swapped.is_some() {
@@ -183,7 +183,7 @@ impl Scheduler {
         request.last_plan = pass.record.id;
         let leader = request.leader();
         self.take_seats(slot, leader, back.stage);
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         self.recorder.admitted(request, 0);
         self.bring_back(slot, back);
         if self.request(slot).transfer.is_some() {
@@ -199,7 +199,7 @@ impl Scheduler {
     }
 
     fn bring_back(&mut self, slot: u32, back: &Readmission) {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         let record = &mut request.swapped.as_mut().expect("it was swapped out").record;
         let arriving = self.manager.bring_back(record, &back.returning, &back.found, &mut request.arrivals);
         if arriving.is_empty() {
@@ -257,7 +257,7 @@ impl Scheduler {
         let multiple = self.manager.hit_multiple;
         let Some(lost) = &mut self.manager.lost_growths else { return };
         for (sequence, epoch, before) in lost.drain(..) {
-            for swapped in self.requests.iter_mut().flatten().filter_map(|request| request.swapped.as_mut()) {
+            for swapped in self.requests.iter_mut().filter_map(|request| request.swapped.as_mut()) {
                 swapped.record.undo(sequence, epoch, before, multiple);
             }
         }

@@ -123,7 +123,7 @@ impl Scheduler {
     pub(super) fn begin_transfer(&mut self, slot: u32, direction: Direction, blocks: Vec<TransferredBlock>) {
         self.transfers.last_id += 1;
         let id = self.transfers.last_id;
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         request.transfer = Some(id);
         let handle = request.handle;
         self.transfers.outstanding.push(Transfer { id, slot, handle, direction, blocks, is_orphan: false });
@@ -171,8 +171,7 @@ impl Scheduler {
             blocks.iter().for_each(|block| self.host.release(block.host));
             return;
         }
-        let found = self.requests[slot as usize].as_mut().filter(|request| request.handle == handle);
-        let request = found.expect("a transfer whose request ended is an orphan");
+        let request = self.requests.find_mut(slot, handle).expect("a transfer whose request ended is an orphan");
         request.transfer = None;
         let is_back = !request.is_waiting();
         match direction {
@@ -202,7 +201,7 @@ impl Scheduler {
 
     /// Gives up what a request has in the host tier. A transfer that is under way keeps its host blocks until it ends.
     pub(super) fn forget_swapped(&mut self, slot: u32) {
-        let request = self.requests[slot as usize].as_mut().expect("a slot in use has a request");
+        let request = &mut self.requests[slot];
         request.arrivals.clear();
         let Some(mut swapped) = request.swapped.take() else { return };
         if let Some(at) = request.transfer.take().and_then(|id| self.transfers.position(id)) {
@@ -220,7 +219,7 @@ impl Scheduler {
         let broken = |what: String| Err(BrokenLaw { law: 1, what });
         let mut owners = vec![0; self.host.num_blocks() as usize];
         self.host.free().for_each(|block| owners[block.get() as usize] += 1);
-        for request in self.requests.iter().flatten() {
+        for (_, request) in self.requests.iter() {
             let record = request.swapped.iter().flat_map(|swapped| &swapped.record.blocks);
             record.filter_map(|block| block.host).for_each(|block| owners[block.get() as usize] += 1);
             if request.is_keeper && request.swapped.is_some() {
