@@ -93,24 +93,9 @@ impl Scheduler {
         let by_request = |one: &usize, other: &usize| entry_of[*one].0.slot == entry_of[*other].0.slot;
         let all: Vec<usize> = (0..num_samples).collect();
         for family in all.chunk_by(by_request) {
-            let Some(request) = self.live(entry_of[family[0]].0) else { continue };
-            let going_on: u32 = family.iter().map(|&sample| num_tokens[sample].1).sum();
-            if going_on > request.samples.len() as u32 {
-                let expected =
-                    format!("at most {} tokens that go on for request {:?}", request.samples.len(), request.id);
-                return invalid("parents", expected, going_on);
-            }
-            let may_branch = |count: u32| count == 1 || request.is_gang() || request.needs_commit && count == 0;
-            if family.iter().any(|&sample| !may_branch(num_tokens[sample].0)) {
-                let expected =
-                    format!("one token per sample of request {:?}, which has not needs_commit and n > 1", request.id);
-                return invalid("parents", expected, "another number");
-            }
-            let num_entries = record.entries.iter().filter(|entry| entry.handle == request.handle).count() as u32;
-            let is_elsewhere = request.num_in_flight > num_entries;
-            if is_elsewhere && family.iter().any(|&sample| num_tokens[sample].0 != 1) {
-                let expected = format!("one token per sample of request {:?}, which is in another plan", request.id);
-                return invalid("parents", expected, "another number");
+            if let Some(request) = self.live(entry_of[family[0]].0) {
+                let num_tokens: Vec<_> = family.iter().map(|&sample| num_tokens[sample]).collect();
+                check_family(record, request, &num_tokens)?;
             }
         }
         Ok(())
@@ -349,4 +334,26 @@ impl StepResult {
         self.num_new_tokens.push(num_new_tokens);
         self.finish_reason.push(finish_reason);
     }
+}
+
+/// Checks the numbers of tokens for each sample of a request that a plan drew: all, and those that go on.
+fn check_family(record: &InFlight, request: &Request, num_tokens: &[(u32, u32)]) -> Result<()> {
+    let going_on: u32 = num_tokens.iter().map(|&(_, going_on)| going_on).sum();
+    if going_on > request.samples.len() as u32 {
+        let expected = format!("at most {} tokens that go on for request {:?}", request.samples.len(), request.id);
+        return invalid("parents", expected, going_on);
+    }
+    let may_branch = |count: u32| count == 1 || request.is_gang() || request.needs_commit && count == 0;
+    if num_tokens.iter().any(|&(all, _)| !may_branch(all)) {
+        let expected =
+            format!("one token per sample of request {:?}, which has not needs_commit and n > 1", request.id);
+        return invalid("parents", expected, "another number");
+    }
+    let num_entries = record.entries.iter().filter(|entry| entry.handle == request.handle).count() as u32;
+    let is_elsewhere = request.num_in_flight > num_entries;
+    if is_elsewhere && num_tokens.iter().any(|&(all, _)| all != 1) {
+        let expected = format!("one token per sample of request {:?}, which is in another plan", request.id);
+        return invalid("parents", expected, "another number");
+    }
+    Ok(())
 }

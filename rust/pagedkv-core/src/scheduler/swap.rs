@@ -114,6 +114,20 @@ impl Scheduler {
         }
         let request = self.request(slot);
         let swapped = request.swapped.as_ref()?;
+        let (more, len, known) = self.still_missing(request, stage, &returning);
+        let to_go_on = returning.iter().map(|back| {
+            self.manager.num_needed_to_go_on(&swapped.record, &returning, *back, &found, request.is_gang())
+        });
+        // Samples that run together need all of it, the others one at a time.
+        let to_go_on = if request.is_gang() { to_go_on.sum() } else { to_go_on.min().unwrap_or(0) };
+        let num_needed = found.num_needed + to_go_on;
+        let num_needed_for_all = found.num_needed + more.max(to_go_on);
+        Some(Readmission { stage, returning, found, num_needed, num_needed_for_all, len, known })
+    }
+
+    /// What comes behind the tokens that return: the blocks of all samples for it, and of the sample that has most of it,
+    /// how many tokens return and are known.
+    fn still_missing(&self, request: &Request, stage: Stage, returning: &[Returning]) -> (u32, u32, u32) {
         let (mut more, mut behind) = (0, (0, 0));
         for sample in request.samples.iter().filter(|sample| sample.finish.is_none() && sample.sequence != NONE) {
             let known = if stage == Stage::Prompt {
@@ -132,15 +146,7 @@ impl Scheduler {
                 behind = (len, known);
             }
         }
-        let (len, known) = behind;
-        let to_go_on = returning.iter().map(|back| {
-            self.manager.num_needed_to_go_on(&swapped.record, &returning, *back, &found, request.is_gang())
-        });
-        // Samples that run together need all of it, the others one at a time.
-        let to_go_on = if request.is_gang() { to_go_on.sum() } else { to_go_on.min().unwrap_or(0) };
-        let num_needed = found.num_needed + to_go_on;
-        let num_needed_for_all = found.num_needed + more.max(to_go_on);
-        Some(Readmission { stage, returning, found, num_needed, num_needed_for_all, len, known })
+        (more, behind.0, behind.1)
     }
 
     /// Which of a request's sequences come back, and with how many tokens: one is left to compute.
