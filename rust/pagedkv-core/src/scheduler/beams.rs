@@ -161,10 +161,8 @@ impl Scheduler {
             }
             let request = &mut self.requests[parent.slot];
             self.recorder.generated(request, num_tokens);
-            match (going_on.is_empty(), ending.first()) {
-                (true, Some(&token)) => ended.push((*parent, Some(token))),
-                (true, None) => ended.push((*parent, None)),
-                _ => {}
+            if going_on.is_empty() {
+                ended.push((*parent, ending.first().copied()));
             }
             places.extend(going_on.into_iter().enumerate().map(|(nth, token)| (token, *parent, nth == 0)));
         }

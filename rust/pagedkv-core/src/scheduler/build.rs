@@ -22,24 +22,12 @@ impl Scheduler {
         let mut encoded = Vec::new();
         encode_changes(&changes, &mut encoded);
         self.manager.place_all_moves();
-        let num_tree_mask_bytes: usize = record.entries.iter().map(Entry::tree_mask_bytes).sum();
-        let blocked_on = if record.entries.is_empty() { self.blocking_plan() } else { None };
         let sizes = Header {
-            plan_id: record.id.get(),
-            blocked_on: blocked_on.map_or(0, PlanId::get),
-            num_sequences: record.entries.len() as u32,
-            num_tokens: record.entries.iter().map(|entry| entry.end - entry.start).sum(),
             num_samples,
-            num_groups: self.manager.groups.len() as u32,
             num_table_updates: updates.len() as u32,
             num_copies: copies.len() as u32,
-            num_slot_moves: self.manager.moves().len() as u32,
-            num_tree_mask_bytes: num_tree_mask_bytes as u32,
-            num_swap_in: self.num_transferred(&record, Direction::In),
-            num_swap_out: self.num_transferred(&record, Direction::Out),
             num_change_bytes: encoded.len() as u32,
-            waits_for_transfers: u32::from(record.entries.is_empty() && self.waits_for_transfers()),
-            ..Header::default()
+            ..self.header(&record)
         };
         let mut plan = StepPlan::with_sizes(sizes, &self.buffers);
         self.write_sequences(&record, &mut plan);
@@ -54,6 +42,25 @@ impl Scheduler {
         self.write_transfers(&record, &mut plan);
         self.plans.push_back(record);
         plan
+    }
+
+    /// The sizes of a plan that follow from its record.
+    fn header(&self, record: &InFlight) -> Header {
+        let num_tree_mask_bytes: usize = record.entries.iter().map(Entry::tree_mask_bytes).sum();
+        let blocked_on = if record.entries.is_empty() { self.blocking_plan() } else { None };
+        Header {
+            plan_id: record.id.get(),
+            blocked_on: blocked_on.map_or(0, PlanId::get),
+            num_sequences: record.entries.len() as u32,
+            num_tokens: record.entries.iter().map(|entry| entry.end - entry.start).sum(),
+            num_groups: self.manager.groups.len() as u32,
+            num_slot_moves: self.manager.moves().len() as u32,
+            num_tree_mask_bytes: num_tree_mask_bytes as u32,
+            num_swap_in: self.num_transferred(record, Direction::In),
+            num_swap_out: self.num_transferred(record, Direction::Out),
+            waits_for_transfers: u32::from(record.entries.is_empty() && self.waits_for_transfers()),
+            ..Header::default()
+        }
     }
 
     /// Numbers the samples drawn, in the order of the sequences, and notes with each who drew it.

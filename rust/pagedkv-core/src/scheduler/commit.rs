@@ -101,6 +101,9 @@ impl Scheduler {
     ///
     /// # Errors
     /// As [`Self::commit_drafts`]; [`Error::InvalidArgument`] also for what is no path of the tree.
+    ///
+    /// # Complexity
+    /// As [`Self::commit`], and O(accepted guesses) for those that move.
     pub fn commit_trees(&mut self, plan: PlanId, rows: &[i32], accepted: &[i32], width: usize) -> Result<StepResult> {
         Self::check_rows(self.oldest(plan)?, rows, width, Some(accepted))?;
         Ok(self.commit_rows(plan, rows, width, Some(accepted)))

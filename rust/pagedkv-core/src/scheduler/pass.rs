@@ -189,37 +189,7 @@ impl Scheduler {
         };
         let index = self.request(slot).samples[sample].sequence as usize;
         let mut hits = std::mem::take(&mut self.hits);
-        let mut may_hit = true;
-        let grown = loop {
-            if may_hit {
-                self.find_hits(index, want, &mut hits);
-            } else {
-                hits.clear();
-            }
-            let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
-            let budget = pass.budget;
-            let num_new = self.chunk(start, want.target, budget);
-            if num_new == 0 {
-                break None;
-            }
-            let reserved = pass.reserved + self.reserved_for_head(pass, slot);
-            let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
-            let num_drafts = want.num_drafts.min((budget - num_new).saturating_sub(pass.kept));
-            if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, &hits)) {
-                break Some((num_new, num_drafts));
-            }
-            let needed = self.manager.blocks_needed(index, num_new, &hits);
-            if has_room(needed) {
-                break Some((num_new, 0));
-            }
-            if self.needs_less_anew(index, want, budget, needed, &hits) {
-                may_hit = false;
-                continue;
-            }
-            if !self.make_room(slot, needed, pass) {
-                break None;
-            }
-        };
+        let grown = self.find_room(pass, slot, index, want, &mut hits);
         if let Some((num_new, num_drafts)) = grown {
             self.extend(pass, slot, sample, num_new, Want { num_drafts, ..want }, &hits);
         }
@@ -228,6 +198,46 @@ impl Scheduler {
         let claimed = self.blocks_to_come(index, want.target);
         *self.claims(pass, slot) += claimed;
         grown.is_some()
+    }
+
+    /// How many tokens and guesses of a running sequence there is room for behind its hits, or room is made for.
+    fn find_room(
+        &mut self,
+        pass: &mut Pass,
+        slot: u32,
+        index: usize,
+        want: Want,
+        hits: &mut ComputedBlocks,
+    ) -> Option<(u32, u32)> {
+        let mut may_hit = true;
+        loop {
+            if may_hit {
+                self.find_hits(index, want, hits);
+            } else {
+                hits.clear();
+            }
+            let start = self.manager.sequence(index).num_scheduled + hits.num_tokens();
+            let budget = pass.budget;
+            let num_new = self.chunk(start, want.target, budget);
+            if num_new == 0 {
+                return None;
+            }
+            let reserved = pass.reserved + self.reserved_for_head(pass, slot);
+            let has_room = |needed| needed == 0 || needed + reserved <= self.manager.pool().num_available();
+            let num_drafts = want.num_drafts.min((budget - num_new).saturating_sub(pass.kept));
+            if num_drafts > 0 && has_room(self.manager.blocks_needed(index, num_new + num_drafts, hits)) {
+                return Some((num_new, num_drafts));
+            }
+            let needed = self.manager.blocks_needed(index, num_new, hits);
+            if has_room(needed) {
+                return Some((num_new, 0));
+            }
+            if self.needs_less_anew(index, want, budget, needed, hits) {
+                may_hit = false;
+            } else if !self.make_room(slot, needed, pass) {
+                return None;
+            }
+        }
     }
 
     /// Tokens of the next chunk that starts at `start`: within the budget and the limit on long prefills, and ending on a
