@@ -63,7 +63,7 @@ impl KVCacheManager {
     /// [`Error::InvalidArgument`] as [`Self::create`], or where the configuration has no quota.
     ///
     /// # Complexity
-    /// O(blocks of the prefix).
+    /// O(tokens of the prefix).
     pub fn pin(&mut self, tokens: Arc<[i32]>, identity: Arc<Identity>) -> Result<Option<(PinId, u32)>> {
         if self.pins.quota == 0 {
             return invalid("pin_quota_blocks", "a quota of at least one block to pin prefixes", 0);

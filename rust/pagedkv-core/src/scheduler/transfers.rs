@@ -91,7 +91,7 @@ impl Scheduler {
     /// [`Error::InvalidArgument`] for one that is given twice.
     ///
     /// # Complexity
-    /// O(blocks of the transfers).
+    /// O(blocks of the transfers + their number x that of all outstanding ones).
     pub fn transfers_done(&mut self, ids: &[i64], ok: bool) -> Result<()> {
         for (at, &id) in ids.iter().enumerate() {
             if self.transfers.position(id).is_none() {
