@@ -285,6 +285,21 @@ fn prefix_that_a_fork_computed_is_found_in_every_group() {
     assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [8, 9]);
 }
 
+#[test]
+fn sample_that_knew_more_than_the_prompt_when_it_parted_kept_what_had_left_its_window() {
+    let mut scheduler = with_windows(32);
+    let session =
+        scheduler.add_request(NewRequest { session: true, n: 2, ..counting_request("session", 0, 4, 2) }).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    (0..2).for_each(|sample| scheduler.finish(session, sample).unwrap());
+    commit(&mut scheduler, &plan);
+    scheduler.append_tokens(session, 1, &[8, 9], Some(1)).unwrap();
+    scheduler.append_tokens(session, 0, &[], Some(2)).unwrap();
+    step(&mut scheduler);
+    let table = scheduler.group_table(session, 1, 1).unwrap().expect("it has parted");
+    assert_eq!(table.iter().map(|&block| block == NULL_BLOCK).collect::<Vec<_>>(), [true, false]);
+}
+
 // --- longest prefix first
 
 /// Who gets the one seat first of `ids`, in the order of their arrival: "long" shares six tokens with what is cached,

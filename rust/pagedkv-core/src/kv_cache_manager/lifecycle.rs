@@ -112,7 +112,7 @@ impl KVCacheManager {
     }
 
     /// Gives a sequence without blocks all that `from` holds; the caller knows that their tokens so far are the same.
-    pub(crate) fn adopt(&mut self, index: usize, from: usize) {
+    fn adopt(&mut self, index: usize, from: usize) {
         let [source, target] = self.sequences.get_disjoint_mut([from, index]).expect("two live sequences");
         for (own, other) in target.tables.iter_mut().zip(&source.tables) {
             other.held().for_each(|block| self.pool.hold(block));
@@ -128,6 +128,15 @@ impl KVCacheManager {
         self.pool.prefixes.hold(root);
         self.pool.prefixes.release_root(std::mem::replace(&mut target.root, root));
         self.set_path(index, path);
+    }
+
+    /// Lets a sequence go on behind the prompt that another one computed for it. It may know more tokens than that one: then
+    /// more is committed of it, and leaves its windows.
+    pub(crate) fn part(&mut self, index: usize, from: usize) {
+        self.adopt(index, from);
+        if self.has_windows {
+            self.leave_windows(index);
+        }
     }
 
     /// Exchanges the tokens of two sequences; the caller knows that all that is scheduled of either is the same in both.

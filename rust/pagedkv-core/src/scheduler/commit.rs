@@ -185,7 +185,7 @@ impl Scheduler {
                 continue;
             }
             let index = self.ensure_sequence(entry.slot, child);
-            self.manager.adopt(index, entry.sequence as usize);
+            self.manager.part(index, entry.sequence as usize);
             self.sit(entry.slot, child);
             result.forked.push(Fork { handle: entry.handle, parent: leader as u32, child: child as u32 });
         }
