@@ -117,14 +117,14 @@ impl SchedulerModel {
         }
     }
 
-    /// Whether a request that waits begins with the tokens of a block that is filled by computing these positions.
+    /// Whether a sample that waits begins with the tokens of a block that is filled by computing these positions.
     fn fills_for_others(&self, request: &Request, sample: usize, positions: std::ops::Range<usize>) -> bool {
         let tokens = request.known(sample);
-        self.requests.iter().filter(|other| !other.is_resident).any(|other| {
-            let prompt = &other.asked.prompt_token_ids;
-            let shared = prompt.iter().zip(&tokens).take_while(|(one, other)| one == other).count().min(positions.end);
-            let border = shared - shared % self.limits.block_size;
-            border > positions.start
+        let waiting = self.requests.iter().filter(|other| !other.is_resident);
+        let known = waiting.flat_map(|other| other.live().map(|sample| other.known(sample)).collect::<Vec<_>>());
+        known.into_iter().any(|other| {
+            let shared = other.iter().zip(&tokens).take_while(|(one, other)| one == other).count().min(positions.end);
+            shared - shared % self.limits.block_size > positions.start
         })
     }
 
