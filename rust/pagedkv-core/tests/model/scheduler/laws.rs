@@ -147,7 +147,13 @@ impl SchedulerModel {
     }
 
     /// First come, first served, the oldest always progresses, and whoever comes next runs if it fits.
-    pub(super) fn check_progress(&self, scheduler: &Scheduler, plan: &StepPlan, entries: &[Entry]) {
+    pub(super) fn check_progress(
+        &self,
+        scheduler: &Scheduler,
+        plan: &StepPlan,
+        entries: &[Entry],
+        residents_before: &[Handle],
+    ) {
         if self.limits.policy != Policy::Fcfs {
             return;
         }
@@ -165,7 +171,10 @@ impl SchedulerModel {
             let waits = in_order.find(|request| !request.is_resident || !self.idle(request, entries).is_empty());
             // What is available may be kept for one that is still to be admitted.
             let Some(request) = waits.filter(|request| request.is_resident) else { return };
-            if entries.iter().any(|entry| entry.is_admission && entry.handle == request.handle) {
+            // Or it was, for one that took others in the end.
+            let place = self.position(request.handle).expect("it is one of them");
+            let is_new = |other: &Request| other.is_resident && !residents_before.contains(&other.handle);
+            if self.requests[..=place].iter().any(is_new) {
                 return;
             }
             // One token takes one block of each group at the most, so whoever is the first that does not run wants more than

@@ -35,7 +35,7 @@ impl SchedulerModel {
         self.check_admissions(scheduler, &entries, &residents_before);
         self.check_bypass(&entries);
         self.check_blocked(&plan, &entries);
-        self.check_progress(scheduler, &plan, &entries);
+        self.check_progress(scheduler, &plan, &entries, &residents_before);
         let mut index = 0;
         for entry in &entries {
             let request = self.find_mut(entry.handle).expect("planned requests live");
