@@ -259,6 +259,21 @@ fn sample_that_ends_while_a_plan_behind_is_in_flight_keeps_what_is_committed() {
 }
 
 #[test]
+fn session_kept_a_copied_block_although_the_plan_of_the_copy_never_ran() {
+    let mut scheduler = default_scheduler(8);
+    let handle = scheduler.add_request(NewRequest { n: 2, ..session("s", 5, 3) }).unwrap();
+    step(&mut scheduler);
+    let plan = scheduler.schedule().unwrap();
+    assert_eq!(plan.i32s(Field::Copies).len(), 2, "of the block of the fifth token, for the first sample");
+    (0..2).for_each(|sample| scheduler.finish(handle, sample).unwrap());
+    scheduler.rollback(plan.id()).unwrap();
+    scheduler.append_tokens(handle, 0, &[90], Some(1)).unwrap();
+    assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [4, 5, 6]);
+    scheduler.append_tokens(handle, 1, &[90], Some(1)).unwrap();
+    assert_eq!(step(&mut scheduler).0.i32s(Field::Positions), [5, 6], "it wrote into the block itself");
+}
+
+#[test]
 fn session_of_beams_is_refused() {
     let mut scheduler = default_scheduler(8);
     let refused = scheduler.add_request(NewRequest { n: 2, needs_commit: true, ..session("s", 6, 3) });

@@ -10,15 +10,25 @@ impl KVCacheManager {
     /// holds. What plans in flight know of the old one is void. Answers the new index.
     ///
     /// # Complexity
-    /// O(blocks + tokens of the sequence).
+    /// O(blocks + tokens of the sequence + copies of plans in flight).
     pub(crate) fn keep_for_a_session(&mut self, index: usize) -> usize {
         let sequence = &self.sequences[index];
-        let num_computed = sequence.num_computed.min(sequence.tokens.len() - 1);
+        let num_computed = sequence.num_computed.min(sequence.tokens.len() - 1).min(self.num_before_copies(index));
         let kept = self.fork_at(index).index as usize;
         self.sequences[kept].is_kept = true;
         self.cut_computed(kept, num_computed);
         self.remove(index);
         kept
+    }
+
+    /// Tokens of a sequence before the first block that a plan in flight copies for it: if that plan never runs, nothing lies
+    /// there.
+    fn num_before_copies(&self, index: usize) -> u32 {
+        let tables = &self.sequences[index].tables;
+        let copies = self.plans.iter().flat_map(|record| &record.copies);
+        let own =
+            copies.filter(|copy| tables[copy.group as usize].blocks.get(copy.column as usize) == Some(&copy.target));
+        own.map(|copy| copy.column * self.groups[copy.group as usize].block_size).min().unwrap_or(u32::MAX)
     }
 
     /// Lets no more than `most` tokens of a sequence that no plan names count as computed.

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use pagedkv_core::scheduler::SequenceSnapshot;
+use pagedkv_core::step_plan::Field;
 use pagedkv_core::{Error, Handle, NewRequest, Scheduler};
 
 use super::super::memory::Group;
@@ -276,10 +277,12 @@ impl SchedulerModel {
     }
 
     /// Learns how much of what was kept is left. That is all that plans which committed have computed, up to the last
-    /// token; less where a window was cut, accepted guesses await their moves, or blocks are on their way in.
+    /// token; less where a window was cut, accepted guesses await their moves, blocks are on their way in, or a plan in
+    /// flight copies one.
     pub(crate) fn follow_kept(&mut self, sequences: &[SequenceSnapshot]) {
         let has_windows = self.limits.groups.iter().any(|group| group.window.is_some());
-        let is_exact = self.limits.lookahead == 0 && self.limits.num_host_blocks == 0 && !has_windows;
+        let has_copies = self.plans.iter().any(|plan| !plan.arrays.i32s(Field::Copies).is_empty());
+        let is_exact = self.limits.lookahead == 0 && self.limits.num_host_blocks == 0 && !has_windows && !has_copies;
         for request in self.requests.iter_mut().chain(&mut self.resting) {
             let handle = request.handle;
             for number in 0..request.samples.len() {
