@@ -185,8 +185,8 @@ fn waiting_request_whose_only_sample_with_blocks_ended_was_still_taken_for_one_t
     assert_eq!(scheduler.num_preemptions(), num_preemptions);
 }
 
-#[test]
-fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks_for_nothing() {
+/// A session, one sample of which is at rest with blocks, while the other one is on its way to the host tier.
+fn session_that_goes_out() -> (Scheduler, Handle) {
     let cache = CacheConfig { block_size: 1, num_host_blocks: 8, ..CacheConfig::new(1 + 13) };
     let limits = SchedulerConfig { preemption_mode: PreemptionMode::Swap, ..SchedulerConfig::default() };
     let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
@@ -197,12 +197,30 @@ fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks
     scheduler.hold(handle).unwrap();
     add(&mut scheduler, "taker", &[2; 6], 1, 1);
     step(&mut scheduler);
-    scheduler.transfers_done(&[1], true).unwrap();
     assert!(scheduler.num_host_blocks().1 < 8, "the scene is another");
+    (scheduler, handle)
+}
+
+#[test]
+fn request_that_was_out_and_got_tokens_for_a_sample_with_blocks_kept_host_blocks_for_nothing() {
+    let (mut scheduler, handle) = session_that_goes_out();
+    scheduler.transfers_done(&[1], true).unwrap();
     scheduler.append_tokens(handle, 0, &[6], Some(1)).unwrap();
     assert_eq!(scheduler.num_host_blocks(), (8, 8));
     scheduler.check_integrity().unwrap();
     scheduler.release(handle).unwrap();
+    (0..8).for_each(|_| drop(step(&mut scheduler)));
+    assert_eq!(scheduler.num_unfinished_requests(), 0);
+}
+
+#[test]
+fn request_that_got_tokens_for_a_sample_with_blocks_was_planned_while_it_went_out() {
+    let (mut scheduler, handle) = session_that_goes_out();
+    scheduler.append_tokens(handle, 0, &[6], Some(1)).unwrap();
+    scheduler.release(handle).unwrap();
+    assert!(step(&mut scheduler).i64s(Field::Handles).is_empty(), "its transfer is outstanding");
+    scheduler.transfers_done(&[1], true).unwrap();
+    assert_eq!(scheduler.num_host_blocks(), (8, 8));
     (0..8).for_each(|_| drop(step(&mut scheduler)));
     assert_eq!(scheduler.num_unfinished_requests(), 0);
 }

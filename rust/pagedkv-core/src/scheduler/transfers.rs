@@ -164,14 +164,16 @@ impl Scheduler {
     }
 
     fn end_transfer(&mut self, transfer: Transfer, ok: bool) {
-        let Transfer { slot, handle, direction, blocks, is_orphan, .. } = transfer;
+        let Transfer { id, slot, handle, direction, blocks, is_orphan } = transfer;
         // The last one first, as a sequence releases its blocks.
         blocks.iter().rev().for_each(|block| self.manager.pool.end_transfer(block.device));
+        let found = self.requests.find_mut(slot, handle).filter(|request| request.transfer == Some(id));
         if is_orphan {
             blocks.iter().for_each(|block| self.host.release(block.host));
+            found.into_iter().for_each(|request| request.transfer = None);
             return;
         }
-        let request = self.requests.find_mut(slot, handle).expect("a transfer whose request ended is an orphan");
+        let request = found.expect("a transfer whose request ended is an orphan");
         request.transfer = None;
         let is_back = !request.is_waiting();
         match direction {
@@ -204,7 +206,7 @@ impl Scheduler {
         let request = &mut self.requests[slot];
         request.arrivals.clear();
         let Some(mut swapped) = request.swapped.take() else { return };
-        if let Some(at) = request.transfer.take().and_then(|id| self.transfers.position(id)) {
+        if let Some(at) = request.transfer.and_then(|id| self.transfers.position(id)) {
             let transfer = &mut self.transfers.outstanding[at];
             transfer.is_orphan = true;
             for block in &transfer.blocks {
@@ -226,7 +228,8 @@ impl Scheduler {
                 return broken(format!("request {} waits with blocks, and has some in the host tier", request.id));
             }
             let is_under_way = request.transfer.is_none_or(|id| self.transfers.find(id).is_some());
-            if !is_under_way || request.arrivals.is_empty() != (request.transfer.is_none() || request.is_waiting()) {
+            let arrives = request.transfer.is_some() && matches!(request.stage, Stage::Prompt | Stage::Apart);
+            if !is_under_way || request.arrivals.is_empty() == arrives {
                 return broken(format!("request {} waits for a transfer that ended, or for none", request.id));
             }
         }

@@ -38,7 +38,7 @@ impl Request {
         self.is_resident = false;
         self.residence += 1;
         self.has_parted = true;
-        (self.swapped, self.transfer) = (None, None);
+        self.swapped = None;
         self.samples.iter_mut().for_each(|sample| sample.row = None);
     }
 
@@ -100,7 +100,7 @@ impl Request {
 }
 
 impl SchedulerModel {
-    fn find_any_mut(&mut self, handle: Handle) -> Option<&mut Request> {
+    pub(super) fn find_any_mut(&mut self, handle: Handle) -> Option<&mut Request> {
         self.requests.iter_mut().chain(&mut self.resting).find(|request| request.handle == handle)
     }
 

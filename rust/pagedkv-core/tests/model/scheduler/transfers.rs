@@ -201,7 +201,8 @@ impl SchedulerModel {
             let transfer = self.transfers.remove(at);
             self.to_repeat.remove(&id);
             self.events.note(if ok { "transfers that succeeded" } else { "transfers that failed" }, 1);
-            let Some(request) = self.find_mut(transfer.handle).filter(|request| request.transfer == Some(id)) else {
+            let Some(request) = self.find_any_mut(transfer.handle).filter(|request| request.transfer == Some(id))
+            else {
                 self.events.note("transfers of requests that had ended", 1);
                 continue;
             };
@@ -228,7 +229,7 @@ impl SchedulerModel {
                 }
             } else {
                 self.events.note("transfers of requests that were preempted again", 1);
-                let request = self.find_mut(transfer.handle).expect("it was just there");
+                let request = self.find_any_mut(transfer.handle).expect("it was just there");
                 if !ok {
                     request.swapped = None;
                 }
