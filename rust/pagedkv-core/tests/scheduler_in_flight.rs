@@ -4,7 +4,7 @@
 mod steps;
 
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{NewRequest, SchedulerConfig};
+use pagedkv_core::{CacheConfig, NewRequest, PreemptionMode, Scheduler, SchedulerConfig};
 use steps::{
     add, assert_empty, commit, handles, num_tokens, plan, preempted, request, scheduler, step, with_plans_in_flight,
 };
@@ -106,4 +106,33 @@ fn samples_that_come_back_compute_their_prompt_once_and_each_its_own_tail() {
     assert_eq!(tail.i32s(Field::SeqLens), [tails[0] as i32, tails[1] as i32]);
     let first_of = |s: usize| tail.i32s(Field::TokenIds)[tail.i32s(Field::QueryStartLoc)[s] as usize];
     assert_eq!([first_of(0), first_of(1)], [8, 9], "each goes on with its own first token");
+}
+
+#[test]
+fn block_that_goes_out_is_not_written_by_one_that_had_filled_it_in_a_plan_that_never_ran() {
+    let cache = CacheConfig { block_size: 4, num_host_blocks: 8, ..CacheConfig::new(1 + 8) };
+    let limits = SchedulerConfig {
+        preemption_mode: PreemptionMode::Swap,
+        max_num_seqs: 2,
+        max_num_batched_tokens: 3,
+        max_plans_in_flight: 2,
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(&cache, &limits).unwrap();
+    let first = scheduler.add_request(NewRequest::new("first", vec![9], 1)).unwrap();
+    scheduler.hold(first).unwrap();
+    scheduler.add_request(NewRequest::new("writer", vec![1, 2, 3, 4], 4)).unwrap();
+    scheduler.add_request(NewRequest::new("reader", vec![1, 2, 3, 4, 5, 6], 4)).unwrap();
+    steps::step(&mut scheduler);
+    let filling = scheduler.schedule().unwrap();
+    assert_eq!(filling.i32s(Field::Positions), [3, 4, 5], "the reader finds the block that the writer fills");
+    scheduler.release(first).unwrap();
+    let taking = scheduler.schedule().unwrap();
+    let going_out: Vec<i32> = taking.i32s(Field::SwapOut).chunks(2).map(|pair| pair[0]).collect();
+    assert_eq!(going_out.len(), 2, "the first request takes the reader's seat");
+    scheduler.rollback(filling.id()).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    assert_eq!(plan.i64s(Field::SwapOutIds), taking.i64s(Field::SwapOutIds), "transfers are never undone");
+    let written: Vec<i32> = plan.i64s(Field::SlotMapping).iter().map(|slot| (slot / 4) as i32).collect();
+    assert!(written.len() == 2 && !written.iter().any(|block| going_out.contains(block)), "{written:?}, {going_out:?}");
 }

@@ -47,6 +47,16 @@ impl KVCacheManager {
         is_needed.then_some(tail)
     }
 
+    /// Whether a transfer reads a block into which the next token goes.
+    pub(super) fn tail_is_in_transfer(&self, index: usize) -> bool {
+        let sequence = &self.sequences[index];
+        sequence.tables.iter().zip(&self.groups).any(|(table, group)| {
+            let (column, offset) =
+                (sequence.num_scheduled / group.block_size, sequence.num_scheduled % group.block_size);
+            offset > 0 && self.pool.blocks[table.blocks[column as usize].index()].num_transfers > 0
+        })
+    }
+
     /// Makes the blocks into which the next token goes the sequence's own: by a copy if others hold one, or the cache or a
     /// plan in flight needs it, else by taking it out of the cache. Answers how many were copied.
     pub(super) fn unshare_tail(&mut self, index: usize, plan: PlanId) -> u32 {

@@ -228,8 +228,9 @@ impl KVCacheManager {
             }
             let named_by = in_flight.last().map(|&(plan, _)| plan);
             self.shrink(index, growth.before);
-            let sequence = &mut self.sequences[index];
-            sequence.tail = growth.tail;
+            // What others found in it may be on its way out since.
+            let others = if self.tail_is_in_transfer(index) { Tail::Shared } else { Tail::Own };
+            self.sequences[index].tail = growth.tail.max(others);
             if growth.has_drafts {
                 self.forget_drafts(index);
             }
