@@ -151,3 +151,28 @@ fn request_that_took_back_all_it_had_and_found_no_room_for_its_chunk_made_the_pl
     assert_eq!((tokens_of(&plan, back), plan.i64s(Field::SwapInIds)), (8, &[][..]));
     run_to_the_end(&mut scheduler, 20);
 }
+
+#[test]
+fn request_that_came_back_left_blocks_to_one_that_had_come_back_before_it() {
+    let cache = CacheConfig { block_size: BLOCK_SIZE, num_host_blocks: 8, ..CacheConfig::new(1 + 8) };
+    let preemption_mode = PreemptionMode::Swap;
+    let limits = SchedulerConfig { preemption_mode, max_num_seqs: 3, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let taker = scheduler.add_request(NewRequest { n: 2, ..request("taker", 5, 1, 2) }).unwrap();
+    scheduler.hold(taker).unwrap();
+    let held = add(&mut scheduler, "held", 6, 1, 2);
+    let full = 2 * BLOCK_SIZE as usize;
+    let [one, other] = [("one", 7), ("other", 8)].map(|(id, first)| add(&mut scheduler, id, first, full, 3));
+    step(&mut scheduler);
+    scheduler.hold(held).unwrap();
+    scheduler.release(taker).unwrap();
+    let (plan, _) = step(&mut scheduler);
+    assert_eq!(
+        (handles(&plan), plan.i64s(Field::SwapOutIds)),
+        (vec![taker.get()], &[1, 1, 2, 2][..]),
+        "it needs their seats"
+    );
+    scheduler.abort(taker, None).unwrap();
+    scheduler.transfers_done(&[1, 2], true).unwrap();
+    assert_eq!(handles(&step(&mut scheduler).0), [one.get(), other.get()], "three blocks are free, and each wants one");
+}

@@ -17,25 +17,27 @@ impl Scheduler {
         pass.head = Some(Head { may_start: false, ..head });
         let num_behind = self.num_partial_prefills_behind(head.order);
         pass.num_partial_prefills += num_behind;
-        if self.admit_first(pass) {
-            pass.head = None;
-        }
+        self.admit_first(pass);
         pass.num_partial_prefills -= num_behind;
     }
 
     fn admit_first(&mut self, pass: &mut Pass) -> bool {
-        let Some((_, &slot)) = self.waiting.first_key_value() else { return false };
+        let Some((&order, &slot)) = self.waiting.first_key_value() else { return false };
         // Its samples may be on their way, or its blocks, or its rows still be named by a plan in flight.
         let must_wait = self.is_under_way(slot) || self.request(slot).num_seats() > self.seats.num_free();
         if must_wait || pass.reserved > 0 || pass.budget == 0 {
             return false;
         }
-        if let Some(back) = self.find_way_back(slot) {
-            return self.readmit(pass, slot, &back);
-        }
-        let mut hits = std::mem::take(&mut self.hits);
-        let is_admitted = self.admit(pass, slot, &mut hits);
-        self.hits = hits;
+        let is_admitted = if let Some(back) = self.find_way_back(slot) {
+            self.readmit(pass, slot, &back)
+        } else {
+            let mut hits = std::mem::take(&mut self.hits);
+            let is_admitted = self.admit(pass, slot, &mut hits);
+            self.hits = hits;
+            is_admitted
+        };
+        // Nothing is kept any more for one that is in.
+        pass.head = pass.head.filter(|head| !is_admitted || head.order != order);
         is_admitted
     }
 
