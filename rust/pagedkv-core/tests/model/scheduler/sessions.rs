@@ -22,8 +22,8 @@ impl Request {
         let num_computed = match (self.has_parted, is_last) {
             (true, _) => self.samples[sample].num_computed,
             // One computes the prompt for all, and another goes on with that.
-            (false, true) => self.num_prompt_computed,
-            (false, false) => 0,
+            (false, true) if self.is_resident => self.num_prompt_computed,
+            (false, _) => 0,
         };
         let num_kept = num_computed.min(self.num_known(sample) - 1);
         let is_kept = keeps && self.asked.session;
