@@ -42,7 +42,7 @@ pub use pins::PinId;
 pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub(crate) use sequence::{Sequence, Table, Tail};
-pub(crate) use swap::{Arrival, LostGrowth, Return, Returning, SwapRecord};
+pub(crate) use swap::{Arrival, Elsewhere, LostGrowth, Return, Returning, SwapRecord, SwappedBlock};
 pub(crate) use windows::DepartedColumn;
 
 /// The bookkeeping of a paged KV cache. See the module's page.

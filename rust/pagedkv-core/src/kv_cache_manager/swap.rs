@@ -1,4 +1,4 @@
-//! Sequences that go out to the host tier, and come back.
+//! Sequences that go out to the host tier and come back, or that come from outside.
 
 use super::growth::take_block;
 use super::{KVCacheManager, Sequence, Tail};
@@ -8,16 +8,35 @@ use crate::ids::{BlockId, NO_NODE, NULL_BLOCK, NodeId};
 /// A column whose block had left the window.
 const ABSENT: u32 = u32::MAX;
 
+/// Where a block's contents are besides the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Elsewhere {
+    /// In the host tier.
+    Host(HostBlockId),
+    /// With whoever said so when the request was added, as this column of its tables.
+    Outside { column: u32 },
+}
+
 /// A block of sequences that went out: what it was on the device, and its copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SwappedBlock {
+    /// The null block for one that was never there.
     pub(crate) device: BlockId,
     /// The device block's epoch: while it stays, the contents are still there.
     pub(crate) epoch: u32,
     /// The cache group that it belongs to.
-    group: u8,
+    pub(crate) group: u8,
     /// `None` where the copy failed.
-    pub(crate) host: Option<HostBlockId>,
+    pub(crate) elsewhere: Option<Elsewhere>,
+}
+
+impl SwappedBlock {
+    /// Takes its block of the host tier, if it has one.
+    pub(crate) fn take_host(&mut self) -> Option<HostBlockId> {
+        let Some(Elsewhere::Host(block)) = self.elsewhere else { return None };
+        self.elsewhere = None;
+        Some(block)
+    }
 }
 
 /// A sequence that went out, by its residence then.
@@ -40,6 +59,11 @@ pub(crate) struct SwapRecord {
 }
 
 impl SwapRecord {
+    /// Whether it is of [`KVCacheManager::record_of_outside`].
+    pub(crate) fn is_outside(&self) -> bool {
+        self.blocks.first().is_some_and(|block| matches!(block.elsewhere, Some(Elsewhere::Outside { .. })))
+    }
+
     /// A plan in which a residence computed tokens from `before` on was undone: what it wrote is void, and a block of which
     /// it made its own copy goes with it. `multiple` tokens are whole blocks in every group.
     pub(crate) fn undo(&mut self, sequence: u32, epoch: u32, before: u32, multiple: u32) {
@@ -65,7 +89,7 @@ enum Source {
     Unknown,
     /// In a block of the device, on this node of the cache if it is on any.
     Device(BlockId, NodeId),
-    Host,
+    Elsewhere,
 }
 
 /// How a record's blocks come back.
@@ -77,9 +101,9 @@ pub(crate) struct Return {
 }
 
 impl Return {
-    /// Whether some blocks come from the host tier.
+    /// Whether some blocks come from elsewhere than the device.
     pub(crate) fn has_copies(&self) -> bool {
-        self.sources.contains(&Source::Host)
+        self.sources.contains(&Source::Elsewhere)
     }
 }
 
@@ -119,7 +143,7 @@ impl KVCacheManager {
             for (group, table) in tables.iter().enumerate() {
                 let mut add = |block: BlockId| {
                     let (epoch, group) = (self.pool.epoch(block), group as u8);
-                    record.blocks.push(SwappedBlock { device: block, epoch, group, host: None });
+                    record.blocks.push(SwappedBlock { device: block, epoch, group, elsewhere: None });
                     record.blocks.len() as u32 - 1
                 };
                 let place = |block: &BlockId| match (*block, number) {
@@ -137,8 +161,29 @@ impl KVCacheManager {
         record
     }
 
+    /// What the first `len` tokens of a sample take, all of it outside.
+    ///
+    /// # Complexity
+    /// O(blocks).
+    pub(crate) fn record_of_outside(&self, sample: u32, index: usize, len: u32) -> SwapRecord {
+        let mut record = SwapRecord::default();
+        let mut columns = Vec::with_capacity(self.groups.len());
+        for (group, spec) in (0..).zip(&self.groups) {
+            let first = record.blocks.len() as u32;
+            let num_columns = len.div_ceil(spec.block_size);
+            record.blocks.extend((0..num_columns).map(|column| {
+                let elsewhere = Some(Elsewhere::Outside { column });
+                SwappedBlock { device: NULL_BLOCK, epoch: 0, group, elsewhere }
+            }));
+            columns.push((first..first + num_columns).collect());
+        }
+        let Sequence { epoch, .. } = self.sequences[index];
+        record.sequences.push(SwappedSequence { sample, sequence: index as u32, epoch, len, columns });
+        record
+    }
+
     /// Finds where the blocks of returning sequences are: still on the device, on the device because others computed the
-    /// same prefix, or in the host tier. What is nowhere any more shortens its sequence.
+    /// same prefix, or elsewhere. What is nowhere any more shortens its sequence.
     pub(crate) fn find_swapped(&self, record: &SwapRecord, returning: &mut [Returning], found: &mut Return) {
         found.sources.clear();
         found.sources.resize(record.blocks.len(), Source::Unknown);
@@ -253,7 +298,7 @@ impl KVCacheManager {
 
     fn source_of(&self, block: SwappedBlock, node: Option<NodeId>) -> Option<Source> {
         let node_of = |block: BlockId| self.pool.blocks[block.index()].node;
-        if self.pool.is_unchanged(block.device, block.epoch) {
+        if block.device != NULL_BLOCK && self.pool.is_unchanged(block.device, block.epoch) {
             return Some(Source::Device(block.device, node_of(block.device)));
         }
         let prefixes = &self.pool.prefixes;
@@ -262,7 +307,7 @@ impl KVCacheManager {
         if let Some(hit) = hit.filter(|hit| self.pool.blocks[hit.index()].committed) {
             return Some(Source::Device(hit, node_of(hit)));
         }
-        block.host.map(|_| Source::Host)
+        block.elsewhere.map(|_| Source::Elsewhere)
     }
 
     /// Gives returning sequences, which hold nothing, their blocks. The record then knows the blocks that they are in now.
@@ -307,7 +352,7 @@ impl KVCacheManager {
         }
         let mut arriving = Vec::new();
         for (place, source) in found.sources.iter().enumerate() {
-            if *source == Source::Host {
+            if *source == Source::Elsewhere {
                 let device = take_block(&mut self.pool, record.blocks[place].group.into());
                 self.pool.begin_transfer(device);
                 arriving.push(Arriving { device, block: place as u32 });
@@ -342,7 +387,7 @@ impl KVCacheManager {
                     self.pool.hold(block);
                 }
                 table.blocks.push(block);
-                if found.sources[place] == Source::Host {
+                if found.sources[place] == Source::Elsewhere {
                     num_there = num_there.min(column * spec.block_size);
                 }
             }

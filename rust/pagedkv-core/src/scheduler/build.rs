@@ -58,6 +58,7 @@ impl Scheduler {
             num_tree_mask_bytes: num_tree_mask_bytes as u32,
             num_swap_in: self.num_transferred(record, Direction::In),
             num_swap_out: self.num_transferred(record, Direction::Out),
+            num_loads: self.num_transferred(record, Direction::Load),
             waits_for_transfers: u32::from(record.entries.is_empty() && self.waits_for_transfers()),
             ..Header::default()
         }

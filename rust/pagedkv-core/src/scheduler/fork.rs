@@ -18,7 +18,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`Error::UnknownHandle`]; [`Error::RequestInFlight`]; [`Error::InvalidArgument`] for a sample that has ended and is
-    /// not kept, and an identity of the new request's own; and those of [`Self::add_request`].
+    /// not kept, and an identity or tokens outside of the new request's own; and those of [`Self::add_request`].
     ///
     /// # Complexity
     /// O(tokens + blocks of the sample).
@@ -36,6 +36,9 @@ impl Scheduler {
         }
         if request.identity != Identity::default() {
             return invalid("identity", "none: a fork has that of its sample", "another one");
+        }
+        if request.num_external_tokens > 0 {
+            return invalid("num_external_tokens", "0: a fork has what its sample has", request.num_external_tokens);
         }
         if let Some(negative) = request.prompt_token_ids.iter().find(|&&token| token < 0) {
             return invalid("ids", "token ids of at least 0", negative);

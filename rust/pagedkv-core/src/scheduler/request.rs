@@ -46,7 +46,8 @@ pub struct NewRequest {
     pub use_prefix_cache: bool,
     /// How its blocks are to be kept in the cache; refused unless the eviction policy has priorities.
     pub retention: Option<Retention>,
-    /// Refused unless 0: no loads from outside yet.
+    /// Prompt tokens, from the first on, whose keys and values the caller can load from outside, from where others computed
+    /// them: see [`super::Scheduler::transfers_done`].
     pub num_external_tokens: u32,
     /// Not planned again before the commit of its last plan.
     pub needs_commit: bool,
@@ -108,6 +109,10 @@ impl NewRequest {
         if self.max_tokens == 0 {
             return invalid("max_tokens", "at least 1", 0);
         }
+        if self.num_external_tokens as usize > self.prompt_token_ids.len() {
+            let expected = format!("at most {} (the prompt's tokens)", self.prompt_token_ids.len());
+            return invalid("num_external_tokens", expected, self.num_external_tokens);
+        }
         if !self.arrival.is_finite() {
             return invalid("now", "a finite time in seconds", self.arrival);
         }
@@ -152,7 +157,6 @@ impl NewRequest {
         let ignores_priority = !matches!(policy, Policy::Priority | Policy::External);
         let refused = [
             (self.priority != 0 && ignores_priority, "priority: the policy is not \"priority\""),
-            (self.num_external_tokens != 0, "num_external_tokens: there are no loads from outside"),
             (
                 self.session && self.needs_commit && self.n > 1,
                 "session with needs_commit and n > 1: beams take each other's sequence numbers; fork the one to go on with",
@@ -266,7 +270,9 @@ pub(super) struct Request {
     pub(super) num_cached_tokens: u32,
     pub(super) num_preemptions: u32,
     pub(super) record: RequestRecord,
-    /// What it has in the host tier.
+    /// Tokens that it may still ask for from outside.
+    pub(super) num_external_tokens: u32,
+    /// What it has in the host tier, or outside.
     pub(super) swapped: Option<Box<Swapped>>,
     /// Its transfer that has not ended: it is not planned until then.
     pub(super) transfer: Option<i64>,
@@ -320,6 +326,7 @@ impl Request {
             num_cached_tokens: 0,
             num_preemptions: 0,
             record: RequestRecord::default(),
+            num_external_tokens: request.num_external_tokens,
             swapped: None,
             transfer: None,
             arrivals: Vec::new(),

@@ -204,6 +204,7 @@ impl Scheduler {
     pub(super) fn rest(&mut self, slot: u32) {
         let request = self.request_mut(slot);
         request.stage = Stage::Resting;
+        request.num_external_tokens = 0;
         let handle = request.handle;
         self.inbox.set_resting(handle, true);
     }

@@ -87,6 +87,8 @@ pub struct RequestTotals {
     pub prompt_tokens: u64,
     /// Of these, tokens that came from the prefix cache.
     pub prompt_tokens_cached: u64,
+    /// Prompt tokens that loads from outside brought.
+    pub prompt_tokens_loaded: u64,
     /// Tokens sampled and taken.
     pub generation_tokens: u64,
     /// Lookups in the prefix cache at admission.
@@ -114,6 +116,8 @@ pub struct RequestStats {
     pub num_prompt_tokens: u32,
     /// Prompt tokens that the first residence took from the prefix cache.
     pub num_cached_tokens: u32,
+    /// Prompt tokens that a load from outside brought.
+    pub num_loaded_tokens: u32,
     /// Tokens sampled and taken, all samples together.
     pub num_generation_tokens: u64,
     /// How often it lost its blocks.
@@ -125,6 +129,7 @@ pub struct RequestStats {
 pub(super) struct RequestRecord {
     tenant: u32,
     num_prompt_tokens: u32,
+    num_loaded_tokens: u32,
     scheduled_at: Option<f64>,
     first_token_at: Option<f64>,
     /// The newest admission, and since when the request had waited for it.
@@ -260,6 +265,12 @@ impl Recorder {
         }
     }
 
+    /// A load from outside brought tokens of the request's prompt.
+    pub(super) fn loaded(&mut self, request: &mut Request, num_tokens: u32) {
+        request.record.num_loaded_tokens += num_tokens;
+        self.count(request.record.tenant, |totals| totals.prompt_tokens_loaded += u64::from(num_tokens));
+    }
+
     pub(super) fn preempted(&mut self, request: &mut Request) {
         request.record.waiting_since = self.now;
         self.count(request.record.tenant, |totals| totals.num_preemptions += 1);
@@ -391,6 +402,7 @@ impl Scheduler {
             time_in_system: since_arrival(self.recorder.now),
             num_prompt_tokens: record.num_prompt_tokens,
             num_cached_tokens: request.num_cached_tokens,
+            num_loaded_tokens: record.num_loaded_tokens,
             num_generation_tokens: record.num_generation_tokens,
             num_preemptions: request.num_preemptions,
         }

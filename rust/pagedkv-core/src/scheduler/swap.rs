@@ -8,7 +8,7 @@ use super::pass::Pass;
 use super::request::{NONE, Request, Sample, Stage};
 use super::transfers::{Direction, Swapped, TransferredBlock};
 use crate::config::PreemptionMode;
-use crate::kv_cache_manager::{Return, Returning};
+use crate::kv_cache_manager::{Elsewhere, Return, Returning};
 use crate::step_plan::Change;
 
 /// What it takes to bring a request back.
@@ -79,9 +79,10 @@ impl Scheduler {
         }
         let blocks = record.blocks.iter_mut().zip(0..).map(|(block, place)| {
             let host = self.host.allocate();
-            block.host = Some(host);
+            let elsewhere = Elsewhere::Host(host);
+            block.elsewhere = Some(elsewhere);
             self.manager.pool.begin_transfer(block.device);
-            TransferredBlock { device: block.device, host, place }
+            TransferredBlock { device: block.device, elsewhere, group: block.group, place }
         });
         let blocks = blocks.collect();
         request.swapped = Some(Box::new(Swapped { record, stage: request.stage, named_by }));
@@ -89,12 +90,42 @@ impl Scheduler {
         self.num_swaps += 1;
     }
 
-    /// Finds how a request that was swapped out can come back; `None`, and its record is gone, if nothing is left of it.
+    /// Finds how a request that was swapped out can come back, or one that is outside can come in; `None`, and its record is
+    /// gone, if nothing is left of it.
     pub(super) fn find_way_back(&mut self, slot: u32) -> Option<Readmission> {
-        self.request(slot).swapped.as_ref()?;
+        let request = self.request(slot);
+        let is_outside = request.is_outside();
+        if request.swapped.is_none() && !is_outside {
+            return None;
+        }
         // Whoever leads now may have had no sequence yet.
         let leader = self.request(slot).leader();
         self.ensure_sequence(slot, leader);
+        if is_outside {
+            self.look_outside(slot, leader);
+        }
+        let back = self.find_return(slot);
+        if is_outside && !back.as_ref().is_some_and(Readmission::waits) {
+            // The device has all of it: an admission like any other, which may find more.
+            self.request_mut(slot).swapped = None;
+            return None;
+        }
+        back
+    }
+
+    /// Notes what a request that has nothing can have from outside: all samples start with the prompt.
+    fn look_outside(&mut self, slot: u32, leader: usize) {
+        let request = self.request(slot);
+        if request.swapped.is_some() {
+            return;
+        }
+        let (len, index) = (request.num_external_tokens, request.samples[leader].sequence as usize);
+        let record = self.manager.record_of_outside(leader as u32, index, len);
+        let swapped = Swapped { record, stage: Stage::Prompt, named_by: None };
+        self.request_mut(slot).swapped = Some(Box::new(swapped));
+    }
+
+    fn find_return(&mut self, slot: u32) -> Option<Readmission> {
         let request = self.request(slot);
         let swapped = request.swapped.as_ref()?;
         let stage = if request.num_live > 1 { swapped.stage } else { Stage::Apart };
@@ -189,8 +220,8 @@ impl Scheduler {
         request.last_plan = pass.record.id;
         let leader = request.leader();
         self.take_seats(slot, leader, back.stage);
-        let request = &mut self.requests[slot];
-        self.recorder.admitted(request, 0);
+        let num_queried = self.num_looked_for(slot);
+        self.recorder.admitted(&mut self.requests[slot], num_queried);
         self.bring_back(slot, back);
         if self.request(slot).transfer.is_some() {
             pass.claimed += back.num_needed_for_all - back.num_needed;
@@ -204,6 +235,13 @@ impl Scheduler {
         true
     }
 
+    /// Tokens that are looked for in the cache before others come from outside.
+    fn num_looked_for(&mut self, slot: u32) -> u32 {
+        let (want, index) = self.known(slot);
+        let looks = self.request(slot).is_outside() && self.manager.sequence(index).uses_cache;
+        if looks { want.target } else { 0 }
+    }
+
     fn bring_back(&mut self, slot: u32, back: &Readmission) {
         let request = &mut self.requests[slot];
         let record = &mut request.swapped.as_mut().expect("it was swapped out").record;
@@ -212,12 +250,20 @@ impl Scheduler {
             return;
         }
         let blocks = arriving.into_iter().map(|arriving| {
-            let host = record.blocks[arriving.block as usize].host;
-            let host = host.expect("what comes from the host tier is there");
-            TransferredBlock { device: arriving.device, host, place: arriving.block }
+            let block = record.blocks[arriving.block as usize];
+            let elsewhere = block.elsewhere.expect("what arrives is elsewhere");
+            TransferredBlock { device: arriving.device, elsewhere, group: block.group, place: arriving.block }
         });
-        let blocks = blocks.collect();
-        self.begin_transfer(slot, Direction::In, blocks);
+        let blocks: Vec<_> = blocks.collect();
+        let is_load = matches!(blocks[0].elsewhere, Elsewhere::Outside { .. });
+        let request = &mut self.requests[slot];
+        // It is looked for once; a load that is asked for again is what that found.
+        if is_load && std::mem::take(&mut request.num_external_tokens) > 0 {
+            let num_there = request.arrivals[0].num_there;
+            request.num_cached_tokens += if request.num_preemptions == 0 { num_there } else { 0 };
+            self.recorder.hit(request, num_there);
+        }
+        self.begin_transfer(slot, if is_load { Direction::Load } else { Direction::In }, blocks);
     }
 
     /// Counts the blocks that a request whose blocks are on their way still needs for the tokens that are known of it.
@@ -281,6 +327,12 @@ impl Scheduler {
 impl Request {
     pub(super) fn is_waiting(&self) -> bool {
         self.stage == Stage::Waiting
+    }
+
+    /// Whether a request that has nothing may still ask for a load from outside.
+    fn is_outside(&self) -> bool {
+        let has_other = |swapped: &Swapped| !swapped.record.is_outside();
+        self.num_external_tokens > 0 && !self.is_keeper && !self.swapped.as_deref().is_some_and(has_other)
     }
 
     /// Whether a plan in flight is about the request, or a transfer: it is not admitted before they end.

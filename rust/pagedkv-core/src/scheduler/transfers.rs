@@ -7,7 +7,7 @@ use crate::error::{Error, Result, invalid};
 use crate::host_pool::{HostBlockId, HostPool};
 use crate::ids::{BlockId, Handle, PlanId};
 use crate::invariants::BrokenLaw;
-use crate::kv_cache_manager::{Arrival, SwapRecord};
+use crate::kv_cache_manager::{Elsewhere, SwapRecord, SwappedBlock};
 use crate::step_plan::{Field, StepPlan};
 
 /// Where a transfer goes.
@@ -15,17 +15,30 @@ use crate::step_plan::{Field, StepPlan};
 pub(super) enum Direction {
     /// From the device to the host tier.
     Out,
-    /// To the device.
+    /// From the host tier to the device.
     In,
+    /// From outside to the device.
+    Load,
 }
 
 /// One block of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TransferredBlock {
     pub(super) device: BlockId,
-    pub(super) host: HostBlockId,
+    pub(super) elsewhere: Elsewhere,
+    /// The cache group that it belongs to.
+    pub(super) group: u8,
     /// Its place in the record of its request.
     pub(super) place: u32,
+}
+
+impl TransferredBlock {
+    fn host(&self) -> Option<HostBlockId> {
+        match self.elsewhere {
+            Elsewhere::Host(block) => Some(block),
+            Elsewhere::Outside { .. } => None,
+        }
+    }
 }
 
 /// All blocks of a request that go one way in one step.
@@ -66,7 +79,8 @@ impl Transfers {
     }
 }
 
-/// What a preempted request has in the host tier, and how far its samples had parted when it went out.
+/// What a preempted request has in the host tier, or one that is new outside, and how far its samples had parted when it
+/// went out.
 #[derive(Debug)]
 pub(super) struct Swapped {
     pub(super) record: SwapRecord,
@@ -78,13 +92,13 @@ pub(super) struct Swapped {
 impl Swapped {
     /// Gives back the host blocks that the record still has.
     fn release(&mut self, host: &mut HostPool) {
-        self.record.blocks.iter_mut().filter_map(|block| block.host.take()).for_each(|block| host.release(block));
+        self.record.blocks.iter_mut().filter_map(SwappedBlock::take_host).for_each(|block| host.release(block));
     }
 }
 
 impl Scheduler {
-    /// Ends transfers: the loop has seen that what `plan.swap_out` or `plan.swap_in` asked for under these ids is done, or
-    /// that it failed. What failed on its way out, or in, is computed again.
+    /// Ends transfers: the loop has seen that what `plan.swap_out`, `plan.swap_in` or `plan.loads` asked for under these ids
+    /// is done, or that it failed. What failed on its way out, or in, is computed again.
     ///
     /// # Errors
     /// [`Error::UnknownTransfer`] for an id that is not outstanding: never given out, or ended before;
@@ -135,22 +149,35 @@ impl Scheduler {
         self.announced(record, direction).map(|transfer| transfer.blocks.len() as u32).sum()
     }
 
-    /// Writes source and destination of every block that the plan's transfers move, and their ids.
+    /// Writes what the plan's transfers move, and under which ids.
     pub(super) fn write_transfers(&self, record: &InFlight, plan: &mut StepPlan) {
         for (direction, pairs, ids) in
             [(Direction::Out, Field::SwapOut, Field::SwapOutIds), (Direction::In, Field::SwapIn, Field::SwapInIds)]
         {
-            let mut at = 0;
-            for transfer in self.announced(record, direction) {
-                for block in &transfer.blocks {
-                    let (device, host) = (block.device.get() as i32, block.host.get() as i32);
-                    let pair = if direction == Direction::Out { [device, host] } else { [host, device] };
-                    plan.i32s_mut(pairs)[2 * at..][..2].copy_from_slice(&pair);
-                    plan.i64s_mut(ids)[at] = transfer.id;
-                    at += 1;
-                }
+            for (at, (id, block)) in self.announced_blocks(record, direction).enumerate() {
+                let host = block.host().expect("a swap is with the host tier");
+                let (device, host) = (block.device.get() as i32, host.get() as i32);
+                let pair = if direction == Direction::Out { [device, host] } else { [host, device] };
+                plan.i32s_mut(pairs)[2 * at..][..2].copy_from_slice(&pair);
+                plan.i64s_mut(ids)[at] = id;
             }
         }
+        for (at, (id, block)) in self.announced_blocks(record, Direction::Load).enumerate() {
+            let Elsewhere::Outside { column } = block.elsewhere else { unreachable!("a load comes from outside") };
+            let load = [i32::from(block.group), column as i32, block.device.get() as i32];
+            plan.i32s_mut(Field::Loads)[3 * at..][..3].copy_from_slice(&load);
+            let handle = self.transfers.find(id).expect("it is announced").handle;
+            plan.i64s_mut(Field::LoadIds)[at] = id;
+            plan.i64s_mut(Field::LoadHandles)[at] = handle.get();
+        }
+    }
+
+    fn announced_blocks(
+        &self,
+        record: &InFlight,
+        direction: Direction,
+    ) -> impl Iterator<Item = (i64, &TransferredBlock)> {
+        self.announced(record, direction).flat_map(|transfer| transfer.blocks.iter().map(|block| (transfer.id, block)))
     }
 
     fn announced(&self, record: &InFlight, direction: Direction) -> impl Iterator<Item = &Transfer> {
@@ -169,7 +196,7 @@ impl Scheduler {
         blocks.iter().rev().for_each(|block| self.manager.pool.end_transfer(block.device));
         let found = self.requests.find_mut(slot, handle).filter(|request| request.transfer == Some(id));
         if is_orphan {
-            blocks.iter().for_each(|block| self.host.release(block.host));
+            blocks.iter().filter_map(TransferredBlock::host).for_each(|block| self.host.release(block));
             found.into_iter().for_each(|request| request.transfer = None);
             return;
         }
@@ -181,11 +208,11 @@ impl Scheduler {
             Direction::Out => {
                 let swapped = request.swapped.as_mut().expect("a request that goes out has a record");
                 for block in blocks {
-                    swapped.record.blocks[block.place as usize].host = None;
-                    self.host.release(block.host);
+                    let host = swapped.record.blocks[block.place as usize].take_host();
+                    self.host.release(host.expect("what goes out has a place"));
                 }
             }
-            Direction::In if is_back => {
+            Direction::In | Direction::Load if is_back => {
                 let arrivals = std::mem::take(&mut request.arrivals);
                 // What samples share is computed once only if one of them does so for all.
                 let starts_over = !ok && request.stage == Stage::Apart && request.num_live > 1;
@@ -193,15 +220,21 @@ impl Scheduler {
                 if starts_over {
                     return self.start_over(slot);
                 }
-                arrivals.into_iter().for_each(|arrival: Arrival| self.manager.arrive(arrival, ok));
+                for arrival in arrivals {
+                    if ok && direction == Direction::Load {
+                        let len = self.manager.sequence(arrival.sequence as usize).num_scheduled;
+                        self.recorder.loaded(&mut self.requests[slot], len - arrival.num_there);
+                    }
+                    self.manager.arrive(arrival, ok);
+                }
             }
-            // It lost its blocks again meanwhile. What the host tier has of it is as good as before, unless that failed.
-            Direction::In if ok => {}
-            Direction::In => self.forget_swapped(slot),
+            // It lost its blocks again meanwhile. What is elsewhere of it is as good as before, unless that failed.
+            Direction::In | Direction::Load if ok => {}
+            Direction::In | Direction::Load => self.forget_swapped(slot),
         }
     }
 
-    /// Gives up what a request has in the host tier. A transfer that is under way keeps its host blocks until it ends.
+    /// Gives up what a request has elsewhere. A transfer that is under way keeps its host blocks until it ends.
     pub(super) fn forget_swapped(&mut self, slot: u32) {
         let request = &mut self.requests[slot];
         request.arrivals.clear();
@@ -210,7 +243,7 @@ impl Scheduler {
             let transfer = &mut self.transfers.outstanding[at];
             transfer.is_orphan = true;
             for block in &transfer.blocks {
-                swapped.record.blocks[block.place as usize].host = None;
+                swapped.record.blocks[block.place as usize].elsewhere = None;
             }
         }
         swapped.release(&mut self.host);
@@ -222,10 +255,13 @@ impl Scheduler {
         let mut owners = vec![0; self.host.num_blocks() as usize];
         self.host.free().for_each(|block| owners[block.get() as usize] += 1);
         for (_, request) in self.requests.iter() {
-            let record = request.swapped.iter().flat_map(|swapped| &swapped.record.blocks);
-            record.filter_map(|block| block.host).for_each(|block| owners[block.get() as usize] += 1);
+            for block in request.swapped.iter().flat_map(|swapped| &swapped.record.blocks) {
+                if let Some(Elsewhere::Host(block)) = block.elsewhere {
+                    owners[block.get() as usize] += 1;
+                }
+            }
             if request.is_keeper && request.swapped.is_some() {
-                return broken(format!("request {} waits with blocks, and has some in the host tier", request.id));
+                return broken(format!("request {} waits with blocks, and has some elsewhere", request.id));
             }
             let is_under_way = request.transfer.is_none_or(|id| self.transfers.find(id).is_some());
             let arrives = request.transfer.is_some() && matches!(request.stage, Stage::Prompt | Stage::Apart);
@@ -237,7 +273,9 @@ impl Scheduler {
         for transfer in &self.transfers.outstanding {
             for block in &transfer.blocks {
                 counts[block.device.index()] += 1;
-                owners[block.host.get() as usize] += usize::from(transfer.is_orphan);
+                if let Some(host) = block.host().filter(|_| transfer.is_orphan) {
+                    owners[host.get() as usize] += 1;
+                }
             }
         }
         if let Some(block) = owners.iter().position(|&owners| owners != 1) {

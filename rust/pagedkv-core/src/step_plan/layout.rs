@@ -28,12 +28,13 @@ pub struct Header {
     pub(crate) num_copies: u32,
     pub(crate) num_swap_in: u32,
     pub(crate) num_swap_out: u32,
+    pub(crate) num_loads: u32,
     pub(crate) num_slot_moves: u32,
     pub(crate) num_tree_mask_bytes: u32,
     pub(crate) num_change_bytes: u32,
     /// 1 if the plan has no tokens while there is work, and transfers are outstanding; else 0.
     pub(crate) waits_for_transfers: u32,
-    pub(crate) reserved: [u32; 14],
+    pub(crate) reserved: [u32; 13],
 }
 
 const _: () = assert!(size_of::<Header>() == 2 * ALIGNMENT);
@@ -97,6 +98,10 @@ pub enum Field {
     SwapInIds,
     /// `(k)`: transfers of `SwapOut`.
     SwapOutIds,
+    /// `(k)`: transfers of `Loads`.
+    LoadIds,
+    /// `(k)`: the request of each of `Loads`.
+    LoadHandles,
     /// `(k, 4)`: group, row, column, block.
     TableUpdates,
     /// `(k, 2)`: source and destination block.
@@ -105,13 +110,15 @@ pub enum Field {
     SwapIn,
     /// `(k, 2)`: device and host block.
     SwapOut,
+    /// `(k, 3)`: group, column, block.
+    Loads,
     /// The encoded lists of new, preempted and finished sequences.
     Changes,
 }
 
 impl Field {
     /// Every array, in the order of the buffer.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 25] = [
         Self::Handles,
         Self::SlotMapping,
         Self::Sequence,
@@ -129,19 +136,26 @@ impl Field {
         Self::SlotMoves,
         Self::SwapInIds,
         Self::SwapOutIds,
+        Self::LoadIds,
+        Self::LoadHandles,
         Self::TableUpdates,
         Self::Copies,
         Self::SwapIn,
         Self::SwapOut,
+        Self::Loads,
         Self::Changes,
     ];
 
     /// Type of the elements.
     pub const fn element_type(self) -> ElementType {
         match self {
-            Self::Handles | Self::SlotMapping | Self::SlotMoves | Self::SwapInIds | Self::SwapOutIds => {
-                ElementType::I64
-            }
+            Self::Handles
+            | Self::SlotMapping
+            | Self::SlotMoves
+            | Self::SwapInIds
+            | Self::SwapOutIds
+            | Self::LoadIds
+            | Self::LoadHandles => ElementType::I64,
             Self::TreeMask | Self::Changes => ElementType::U8,
             _ => ElementType::I32,
         }
@@ -160,10 +174,12 @@ impl Field {
             Self::SlotMoves => (sizes.num_slot_moves as usize, Some(3)),
             Self::SwapInIds => (sizes.num_swap_in as usize, None),
             Self::SwapOutIds => (sizes.num_swap_out as usize, None),
+            Self::LoadIds | Self::LoadHandles => (sizes.num_loads as usize, None),
             Self::TableUpdates => (sizes.num_table_updates as usize, Some(4)),
             Self::Copies => (sizes.num_copies as usize, Some(2)),
             Self::SwapIn => (sizes.num_swap_in as usize, Some(2)),
             Self::SwapOut => (sizes.num_swap_out as usize, Some(2)),
+            Self::Loads => (sizes.num_loads as usize, Some(3)),
             Self::TreeMask => (sizes.num_tree_mask_bytes as usize, None),
             Self::Changes => (sizes.num_change_bytes as usize, None),
         }

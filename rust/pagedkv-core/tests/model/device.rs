@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use pagedkv_core::StepPlan;
 use pagedkv_core::step_plan::Field;
 
-use super::memory::{Groups, History, Memory, Place};
+use super::memory::{Groups, History, Memory, Place, outside_place};
 
 /// What a sequence of a plan is expected to be, by what the model knows.
 #[derive(Clone, Debug)]
@@ -40,24 +40,30 @@ pub(crate) struct Device {
     seats: BTreeMap<u32, (String, u32)>,
 }
 
-/// A transfer: its id, whether it goes to the host, and its (device, host) blocks.
+/// A transfer: its id, whether it goes to the host, and its (device, host) blocks; [`outside_place`] where it comes from
+/// outside.
 pub(crate) type Told = (i64, bool, Vec<(usize, usize)>);
 
 /// What a plan tells of transfers.
 pub(crate) fn transfers_of(plan: &StepPlan) -> Vec<Told> {
     let mut found: Vec<Told> = Vec::new();
+    let mut tell = |id: i64, is_out: bool, pair: (usize, usize)| match found.iter_mut().find(|told| told.0 == id) {
+        Some((_, other, pairs)) => {
+            assert_eq!(*other, is_out, "transfer {id} goes both ways");
+            pairs.push(pair);
+        }
+        None => found.push((id, is_out, vec![pair])),
+    };
     for (ids, pairs, is_out) in [(Field::SwapOutIds, Field::SwapOut, true), (Field::SwapInIds, Field::SwapIn, false)] {
         for (&id, pair) in plan.i64s(ids).iter().zip(plan.i32s(pairs).chunks(2)) {
             let (source, target) = (pair[0] as usize, pair[1] as usize);
-            let pair = if is_out { (source, target) } else { (target, source) };
-            match found.iter_mut().find(|(other, ..)| *other == id) {
-                Some((_, other, pairs)) => {
-                    assert_eq!(*other, is_out, "transfer {id} goes both ways");
-                    pairs.push(pair);
-                }
-                None => found.push((id, is_out, vec![pair])),
-            }
+            tell(id, is_out, if is_out { (source, target) } else { (target, source) });
         }
+    }
+    let loads = plan.i64s(Field::LoadIds).iter().zip(plan.i64s(Field::LoadHandles));
+    for ((&id, &handle), load) in loads.zip(plan.i32s(Field::Loads).chunks(3)) {
+        let (group, column, block) = (load[0] as usize, load[1] as usize, load[2] as usize);
+        tell(id, false, (block, outside_place(handle, group, column)));
     }
     found
 }
@@ -79,6 +85,11 @@ impl Device {
     /// Transfers that were started and have not ended.
     pub(crate) fn started_transfers(&self) -> Vec<i64> {
         self.memory.started()
+    }
+
+    /// What a block outside has in its slots.
+    pub(crate) fn put_outside(&mut self, place: usize, group: usize, slots: impl Iterator<Item = Option<History>>) {
+        self.memory.put_outside(place, group, slots);
     }
 
     pub(crate) fn end_transfer(&mut self, id: i64, ok: bool) {

@@ -171,12 +171,27 @@ pub(crate) struct Place {
     pub(crate) offset: usize,
 }
 
+/// The place of a block that is outside, among those of the host tier: it belongs to a request's column in a group.
+pub(crate) fn outside_place(handle: i64, group: usize, column: usize) -> usize {
+    OUTSIDE + (handle as usize * GROUP_SHAPES.len() + group) * 64 + column
+}
+
+const OUTSIDE: usize = 1 << 40;
+
+/// Whose block a place is, if it is outside.
+pub(crate) fn owner_outside(place: usize) -> Option<i64> {
+    let place = place.checked_sub(OUTSIDE)?;
+    Some((place / 64 / GROUP_SHAPES.len()) as i64)
+}
+
 /// The slots of every block, each with the history of what was last written there; `None` where nothing ever was.
 #[derive(Debug)]
 pub(crate) struct Memory {
     /// By block: the group that wrote there last, and its slots.
     blocks: Vec<(usize, Vec<Option<History>>)>,
     host: Vec<(usize, Vec<Option<History>>)>,
+    /// What others computed, by its place.
+    outside: BTreeMap<usize, (usize, Vec<Option<History>>)>,
     /// Transfers that were started and have not ended.
     transfers: BTreeMap<i64, Transfer>,
     last_started: i64,
@@ -194,11 +209,18 @@ impl Memory {
     pub(crate) fn new(num_blocks: usize, groups: &[Group]) -> Self {
         let largest = groups.iter().map(|group| group.block_size).max().expect("at least one group");
         let blocks = vec![(0, vec![None; largest]); num_blocks];
-        Self { blocks, host: Vec::new(), transfers: BTreeMap::new(), last_started: 0 }
+        Self { blocks, host: Vec::new(), outside: BTreeMap::new(), transfers: BTreeMap::new(), last_started: 0 }
     }
 
     pub(crate) fn add_host_blocks(&mut self, num_blocks: usize) {
         self.host = vec![(0, vec![None; self.blocks[0].1.len()]); num_blocks];
+    }
+
+    /// What a block outside has in its slots.
+    pub(crate) fn put_outside(&mut self, place: usize, group: usize, slots: impl Iterator<Item = Option<History>>) {
+        let num_slots = self.blocks[0].1.len();
+        let slots = slots.chain(std::iter::repeat(None)).take(num_slots).collect();
+        self.outside.insert(place, (group, slots));
     }
 
     /// Starts a transfer of (device, host) blocks, unless it was started before. What it writes to holds nothing that can be
@@ -232,7 +254,12 @@ impl Memory {
     pub(crate) fn end_transfer(&mut self, id: i64, ok: bool) {
         let transfer = self.transfers.remove(&id).expect("a transfer that was started");
         for (device, host) in transfer.pairs.into_iter().filter(|_| ok) {
-            let (device, host) = (&mut self.blocks[device], &mut self.host[host]);
+            let device = &mut self.blocks[device];
+            if let Some(outside) = self.outside.get(&host) {
+                device.clone_from(outside);
+                continue;
+            }
+            let host = &mut self.host[host];
             if transfer.is_out { host.clone_from(device) } else { device.clone_from(host) }
         }
     }

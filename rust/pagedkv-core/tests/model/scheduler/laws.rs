@@ -101,7 +101,9 @@ impl SchedulerModel {
                 return;
             }
         }
-        let is_out = self.requests.iter().any(|request| request.swapped.is_some() || request.transfer.is_some());
+        let is_elsewhere =
+            |request: &Request| request.swapped.is_some() || request.transfer.is_some() || request.num_external > 0;
+        let is_out = self.requests.iter().any(is_elsewhere);
         if has_drafts || is_out {
             return;
         }

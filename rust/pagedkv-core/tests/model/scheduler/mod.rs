@@ -6,6 +6,7 @@ mod bypass;
 mod commit;
 mod gangs;
 mod laws;
+mod loads;
 mod preemption;
 mod request;
 mod schedule;
@@ -209,6 +210,7 @@ impl SchedulerModel {
             num_cached_tokens: 0,
             times: Times::arriving(request.arrival, turn_start),
             swapped: None,
+            num_external: request.num_external_tokens as usize,
             transfer: None,
             num_overtakings: 0,
             most_overtakings,

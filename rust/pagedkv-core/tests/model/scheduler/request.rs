@@ -78,6 +78,8 @@ pub(crate) struct Request {
     pub(super) num_cached_tokens: usize,
     pub(super) times: Times,
     pub(super) swapped: Option<Swapped>,
+    /// Tokens that it may still ask for from outside.
+    pub(super) num_external: usize,
     /// Its transfer that has not ended.
     pub(super) transfer: Option<i64>,
     /// Admissions of later requests while it waited, and how many there may be.
@@ -98,6 +100,11 @@ impl Request {
     /// Whether every live sample has only its last known token to compute.
     pub(super) fn is_ready(&self) -> bool {
         self.has_parted && self.live().all(|sample| self.num_scheduled(sample) + 1 == self.tokens(sample).len())
+    }
+
+    /// Whether it may ask for a load from outside.
+    pub(crate) fn may_load(&self) -> bool {
+        self.asked.num_external_tokens > 0
     }
 
     pub(crate) fn num_samples(&self) -> usize {
@@ -138,6 +145,14 @@ impl Request {
             self.samples[sample].num_scheduled = num_tokens;
         } else {
             self.num_prompt_scheduled = num_tokens;
+        }
+    }
+
+    pub(super) fn set_num_computed(&mut self, sample: usize, num_tokens: usize) {
+        if self.has_parted {
+            self.samples[sample].num_computed = num_tokens;
+        } else {
+            self.num_prompt_computed = num_tokens;
         }
     }
 

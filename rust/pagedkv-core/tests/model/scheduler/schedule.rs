@@ -110,6 +110,11 @@ impl SchedulerModel {
         let before = request.num_scheduled(sample);
         let start = end - num_tokens;
         let num_hit_tokens = start.checked_sub(before).expect("nothing is computed twice");
+        if is_admission && before == 0 {
+            let known = if request.has_parted { request.tokens(sample).len() } else { request.prompt_len() };
+            let least = request.num_external.min(known - 1);
+            assert!(num_hit_tokens >= least, "{handle:?} computes tokens that are outside");
+        }
         let is_hit = groups.are_whole_at(before) && groups.are_whole_at(start);
         assert!(
             num_hit_tokens == 0 || is_hit && request.asked.use_prefix_cache,

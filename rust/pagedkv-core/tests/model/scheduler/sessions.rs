@@ -39,6 +39,7 @@ impl Request {
         self.residence += 1;
         self.has_parted = true;
         self.swapped = None;
+        self.num_external = 0;
         self.samples.iter_mut().for_each(|sample| sample.row = None);
     }
 
@@ -282,7 +283,8 @@ impl SchedulerModel {
     pub(crate) fn follow_kept(&mut self, sequences: &[SequenceSnapshot]) {
         let has_windows = self.limits.groups.iter().any(|group| group.window.is_some());
         let has_copies = self.plans.iter().any(|plan| !plan.arrays.i32s(Field::Copies).is_empty());
-        let is_exact = self.limits.lookahead == 0 && self.limits.num_host_blocks == 0 && !has_windows && !has_copies;
+        let is_still = self.limits.num_host_blocks == 0 && self.transfers.is_empty();
+        let is_exact = self.limits.lookahead == 0 && is_still && !has_windows && !has_copies;
         for request in self.requests.iter_mut().chain(&mut self.resting) {
             let handle = request.handle;
             for number in 0..request.samples.len() {

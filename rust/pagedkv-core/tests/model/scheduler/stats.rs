@@ -15,6 +15,7 @@ pub(super) struct Times {
     /// Tokens of the prompt, or those that a session's turn brought along.
     pub(super) num_prompt: u64,
     num_generated: u64,
+    pub(super) num_loaded: u64,
 }
 
 impl Times {
@@ -57,6 +58,13 @@ impl SchedulerModel {
         self.totals.queue_time_seconds += wait(&admission);
     }
 
+    /// A load from outside brought tokens.
+    pub(super) fn note_loaded(&mut self, handle: Handle, num_tokens: usize) {
+        self.find_mut(handle).expect("who waited for a load lives").times.num_loaded += num_tokens as u64;
+        self.totals.prompt_tokens_loaded += num_tokens as u64;
+        self.events.note("loaded tokens", num_tokens as u64);
+    }
+
     /// The plan of a sequence that is still as the plan left it was undone.
     pub(super) fn note_undone(&mut self, entry: &Entry, num_queried: u64) {
         let request = self.find_mut(entry.handle).expect("an entry of a live request");
@@ -70,7 +78,7 @@ impl SchedulerModel {
         self.count_lookup(is_first, lookups, minus(num_queried), minus(entry.num_hit_tokens as u64));
     }
 
-    fn count_lookup(&mut self, is_first: bool, lookups: u64, queries: u64, hits: u64) {
+    pub(super) fn count_lookup(&mut self, is_first: bool, lookups: u64, queries: u64, hits: u64) {
         let cache = &mut self.totals.prefix_cache;
         let (all, asked, found) = if is_first {
             (&mut cache.requests, &mut cache.queries, &mut cache.hits)
@@ -131,6 +139,7 @@ impl SchedulerModel {
             time_in_system: self.now - times.arrival,
             num_prompt_tokens: times.num_prompt as u32,
             num_cached_tokens: request.num_cached_tokens as u32,
+            num_loaded_tokens: times.num_loaded as u32,
             num_generation_tokens: times.num_generated,
             num_preemptions: request.num_preemptions,
         }

@@ -7,16 +7,17 @@ use pagedkv_core::{Handle, Scheduler, StepPlan};
 
 use super::super::device::{Told, transfers_of};
 use super::SchedulerModel;
+use super::loads::is_load_of;
 
 /// What a request has in the host tier.
 #[derive(Clone, Debug)]
 pub(super) struct Swapped {
-    residence: u32,
-    has_parted: bool,
+    pub(super) residence: u32,
+    pub(super) has_parted: bool,
     /// Tokens of each sample's sequence that are good, before a cap for what must be left to compute.
     pub(super) lens: Vec<usize>,
     /// Whether a copy failed, so that less may come back.
-    is_short: bool,
+    pub(super) is_short: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -25,6 +26,8 @@ pub(super) struct Transfer {
     handle: Handle,
     is_out: bool,
     pairs: Vec<(usize, usize)>,
+    /// Tokens that come from outside.
+    num_loaded: usize,
 }
 
 impl SchedulerModel {
@@ -66,7 +69,7 @@ impl SchedulerModel {
             };
             let handle = *victims.iter().find(is_it).expect("what goes out is all that a victim had");
             gone_out.push(handle);
-            self.transfers.push(Transfer { id, handle, is_out, pairs });
+            self.transfers.push(Transfer { id, handle, is_out, pairs, num_loaded: 0 });
             // Guesses that are being checked are as good as not computed.
             let in_flight = self.plans.iter().flat_map(|plan| &plan.entries);
             let guesses: Vec<_> = in_flight
@@ -112,6 +115,11 @@ impl SchedulerModel {
             if request.is_resident || !request.live().any(|sample| holds(&sample)) {
                 continue;
             }
+            let comes_in = request.num_external > 0 && new.iter().any(|told| is_load_of(handle, told));
+            if comes_in {
+                self.come_from_outside(at);
+            }
+            let request = &self.requests[at];
             let from_scratch = request.live().all(|sample| progress(sample).num_computed == 0) && is_planned(handle);
             let Some(swapped) = request.swapped.clone().filter(|_| !from_scratch) else {
                 self.requests[at].swapped = None;
@@ -127,8 +135,10 @@ impl SchedulerModel {
             let request = &mut self.requests[at];
             request.is_resident = true;
             request.has_parted = swapped.has_parted || request.live().count() == 1;
+            let mut num_loaded = 0;
             for sample in request.sequences() {
                 let found = scheduler.progress(handle, sample as u32).expect("a live sample");
+                num_loaded = (found.num_scheduled - found.num_computed) as usize;
                 let len = if transfer.is_some() { found.num_scheduled } else { found.num_computed } as usize;
                 let good = if swapped.has_parted {
                     swapped.lens[sample]
@@ -155,7 +165,17 @@ impl SchedulerModel {
                 Some((id, is_out, pairs)) => {
                     request.transfer = Some(id);
                     self.events.note("swap-ins", 1);
-                    self.transfers.push(Transfer { id, handle, is_out, pairs });
+                    let told = (id, is_out, pairs);
+                    if is_load_of(handle, &told) {
+                        self.check_load(scheduler, handle, &told);
+                    } else {
+                        num_loaded = 0;
+                    }
+                    if comes_in {
+                        self.note_lookup_before_load(at, num_loaded);
+                    }
+                    let (id, is_out, pairs) = told;
+                    self.transfers.push(Transfer { id, handle, is_out, pairs, num_loaded });
                 }
                 None => request.swapped = None,
             }
@@ -226,6 +246,10 @@ impl SchedulerModel {
                     let len = found.num_scheduled as usize;
                     assert!(if ok { len == before } else { len <= before }, "{len} of {before} tokens are there");
                     request.set_num_scheduled(sample, len);
+                    request.set_num_computed(sample, len);
+                }
+                if ok && transfer.num_loaded > 0 {
+                    self.note_loaded(transfer.handle, transfer.num_loaded);
                 }
             } else {
                 self.events.note("transfers of requests that were preempted again", 1);

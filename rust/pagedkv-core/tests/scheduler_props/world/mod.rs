@@ -177,11 +177,11 @@ impl Driven for World {
             self.commit(0);
             self.model.check(&self.scheduler);
         }
-        self.model.drain_aborts();
+        self.take_up();
         self.end_transfers(0, true);
         self.let_all_end();
         let mut steps_left: usize = self.model.requests.iter().map(Request::most_tokens).sum();
-        if self.model.limits.num_host_blocks > 0 {
+        if self.model.limits.num_host_blocks > 0 || self.model.requests.iter().any(Request::may_load) {
             // Whoever waits for blocks that go out, or come in, does so for a step.
             steps_left *= 4;
         }
