@@ -107,9 +107,14 @@ impl PrefixCache {
     }
 
     pub(crate) fn is_current(&self, node: NodeId) -> bool {
-        let generation = self.nodes[node.index()].generation;
+        let generation = self.generation_at(node);
         generation >= self.generation
             && (self.stale_generations.is_empty() || !self.stale_generations.contains(&generation))
+    }
+
+    /// The generation that a node is of.
+    pub(crate) fn generation_at(&self, node: NodeId) -> u32 {
+        self.nodes[node.index()].generation
     }
 
     /// Lets [`Self::birth`] tell a node from those that had its id before.

@@ -255,3 +255,57 @@ fn sample_that_had_the_prompt_alone_beside_a_longer_one_never_drew_a_token() {
 fn sample_that_had_more_than_the_prompt_drew_a_token_behind_the_prompt() {
     assert_eq!(first_to_draw_of_samples_of_different_lengths(1), [0]);
 }
+
+/// A request of two samples, three blocks long, that went out while the first one computed the prompt for both, and whose
+/// first sample was aborted then.
+fn prompt_that_is_out_without_its_first_sample(parts_before: bool) -> (Scheduler, Handle) {
+    let cache = CacheConfig { block_size: 4, num_host_blocks: 2, ..CacheConfig::new(1 + 5) };
+    let limits = SchedulerConfig {
+        policy: Policy::Priority,
+        preemption_mode: PreemptionMode::Swap,
+        max_num_batched_tokens: 8,
+        ageing: None,
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let asked = NewRequest { n: 2, priority: 1, ..NewRequest::new("out", vec![1; 9], 4) };
+    let handle = scheduler.add_request(asked).unwrap();
+    let push_out = |scheduler: &mut Scheduler| {
+        add(scheduler, "urgent", &[2; 16], 1, 1);
+        (0..2).for_each(|_| drop(step(scheduler)));
+        assert!(scheduler.block_table(handle, 0).unwrap().is_none(), "the scene is another");
+    };
+    if parts_before {
+        // The host tier has too few blocks for two samples.
+        (0..3).for_each(|_| drop(step(&mut scheduler)));
+        push_out(&mut scheduler);
+        scheduler.reset_prefix_cache();
+    }
+    step(&mut scheduler);
+    push_out(&mut scheduler);
+    scheduler.transfers_done(&[1], true).unwrap();
+    scheduler.abort(handle, Some(0)).unwrap();
+    step(&mut scheduler);
+    (scheduler, handle)
+}
+
+#[test]
+fn sample_whose_cache_had_been_reset_could_not_take_over_what_another_one_computed_since() {
+    let (mut scheduler, handle) = prompt_that_is_out_without_its_first_sample(true);
+    assert!(!step(&mut scheduler).i32s(Field::SwapIn).is_empty(), "the scene is another");
+    let coming: Vec<_> = scheduler.outstanding_transfers().collect();
+    scheduler.transfers_done(&coming, true).unwrap();
+    let plan = step(&mut scheduler);
+    assert_eq!(plan.i64s(Field::Handles), [handle.get()]);
+    assert_eq!(plan.i32s(Field::Positions)[0], 8, "two blocks came back");
+    scheduler.check_integrity().unwrap();
+}
+
+#[test]
+fn sample_that_took_over_what_was_computed_before_a_reset_of_the_cache_made_it_public() {
+    let (mut scheduler, handle) = prompt_that_is_out_without_its_first_sample(false);
+    scheduler.reset_prefix_cache();
+    let plan = step(&mut scheduler);
+    assert_eq!(plan.i64s(Field::Handles), [handle.get()]);
+    assert_eq!(plan.i32s(Field::Positions), [0, 1, 2, 3, 4, 5, 6, 7], "it is computed anew");
+}

@@ -99,7 +99,7 @@ impl KVCacheManager {
     }
 
     /// Lets a sequence without blocks start from the root of the present cache.
-    pub(super) fn renew_root(&mut self, index: usize) {
+    pub(crate) fn renew_root(&mut self, index: usize) {
         let sequence = &mut self.sequences[index];
         if self.pool.prefixes.is_current(sequence.root) {
             return;

@@ -45,6 +45,8 @@ pub(crate) struct SwappedSequence {
     pub(crate) sample: u32,
     pub(crate) sequence: u32,
     pub(crate) epoch: u32,
+    /// The generation of the cache, or of its adapter, that its tokens were computed in.
+    generation: u32,
     /// Tokens whose keys and values went out and are good.
     pub(crate) len: u32,
     /// By cache group, the block of each column by its place in the record; [`ABSENT`] where there is none.
@@ -136,6 +138,7 @@ impl KVCacheManager {
         let mut places = std::collections::HashMap::new();
         for (number, (sample, index, num_drafts)) in sequences.enumerate() {
             let Sequence { tables, epoch, num_scheduled, .. } = &self.sequences[index];
+            let generation = self.generation_of(index);
             // Accepted guesses may lie elsewhere than they belong, and the moves that would mend that are dropped.
             let moved = self.sequences[index].first_moved();
             let len = (num_scheduled - num_drafts).min(moved.unwrap_or(u32::MAX));
@@ -156,16 +159,28 @@ impl KVCacheManager {
             if number == 0 {
                 places.extend(record.blocks.iter().map(|block| block.device).zip(0..));
             }
-            record.sequences.push(SwappedSequence { sample, sequence: index as u32, epoch: *epoch, len, columns });
+            let (sequence, epoch) = (index as u32, *epoch);
+            record.sequences.push(SwappedSequence { sample, sequence, epoch, generation, len, columns });
         }
         record
     }
 
-    /// What the first `len` tokens of a sample take, all of it outside.
+    /// What the first `len` tokens of a sample that has nothing take, all of it outside: as it was noted `before`, unless
+    /// the cache was reset since.
     ///
     /// # Complexity
     /// O(blocks).
-    pub(crate) fn record_of_outside(&self, sample: u32, index: usize, len: u32) -> SwapRecord {
+    pub(crate) fn record_of_outside(
+        &mut self,
+        before: Option<SwapRecord>,
+        sample: u32,
+        index: usize,
+        len: u32,
+    ) -> SwapRecord {
+        self.renew_root(index);
+        if let Some(before) = before.filter(|before| before.sequences[0].generation == self.generation_of(index)) {
+            return before;
+        }
         let mut record = SwapRecord::default();
         let mut columns = Vec::with_capacity(self.groups.len());
         for (group, spec) in (0..).zip(&self.groups) {
@@ -177,9 +192,25 @@ impl KVCacheManager {
             }));
             columns.push((first..first + num_columns).collect());
         }
-        let Sequence { epoch, .. } = self.sequences[index];
-        record.sequences.push(SwappedSequence { sample, sequence: index as u32, epoch, len, columns });
+        let (sequence, epoch) = (index as u32, self.sequences[index].epoch);
+        let generation = self.generation_of(index);
+        record.sequences.push(SwappedSequence { sample, sequence, epoch, generation, len, columns });
         record
+    }
+
+    /// Whether a sequence that has nothing can go on with what went out of another one: nobody may find in the cache what
+    /// was computed before its reset.
+    pub(crate) fn can_take_over(&mut self, record: &SwapRecord, back: Returning) -> bool {
+        let generation = record.sequences[back.entry].generation;
+        self.generation_of(back.index) == generation || {
+            self.renew_root(back.index);
+            self.generation_of(back.index) == generation
+        }
+    }
+
+    /// The generation of the cache, or of its adapter, that a sequence computes in.
+    fn generation_of(&self, index: usize) -> u32 {
+        self.pool.prefixes.generation_at(self.sequences[index].root)
     }
 
     /// Finds where the blocks of returning sequences are: still on the device, on the device because others computed the

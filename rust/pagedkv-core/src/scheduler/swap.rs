@@ -115,23 +115,39 @@ impl Scheduler {
 
     /// Notes what a request that has nothing can have from outside: all samples start with the prompt.
     fn look_outside(&mut self, slot: u32, leader: usize) {
-        let request = self.request(slot);
-        if request.swapped.is_some() {
-            return;
-        }
+        let request = &mut self.requests[slot];
         let (len, index) = (request.num_external_tokens, request.samples[leader].sequence as usize);
-        let record = self.manager.record_of_outside(leader as u32, index, len);
-        let swapped = Swapped { record, stage: Stage::Prompt, named_by: None };
-        self.request_mut(slot).swapped = Some(Box::new(swapped));
+        let before = request.swapped.take().map(|swapped| swapped.record);
+        let record = self.manager.record_of_outside(before, leader as u32, index, len);
+        request.swapped = Some(Box::new(Swapped { record, stage: Stage::Prompt, named_by: None }));
     }
 
     fn find_return(&mut self, slot: u32) -> Option<Readmission> {
         let request = self.request(slot);
         let swapped = request.swapped.as_ref()?;
         let stage = if request.num_live > 1 { swapped.stage } else { Stage::Apart };
+        let Some((returning, found)) = self.find_contents(slot, stage) else {
+            self.forget_swapped(slot);
+            return None;
+        };
+        let request = self.request(slot);
+        let record = &request.swapped.as_ref()?.record;
+        let (more, len, known) = self.still_missing(request, stage, &returning);
+        let is_gang = request.is_gang();
+        let to_go_on =
+            returning.iter().map(|back| self.manager.num_needed_to_go_on(record, &returning, *back, &found, is_gang));
+        // Samples that run together need all of it, the others one at a time.
+        let to_go_on = if is_gang { to_go_on.sum() } else { to_go_on.min().unwrap_or(0) };
+        let num_needed = found.num_needed + to_go_on;
+        let num_needed_for_all = found.num_needed + more.max(to_go_on);
+        Some(Readmission { stage, returning, found, num_needed, num_needed_for_all, len, known })
+    }
+
+    /// Which sequences of a request come back with what, and where that is; `None` if it is computed anew.
+    fn find_contents(&mut self, slot: u32, stage: Stage) -> Option<(Vec<Returning>, Return)> {
+        let request = &self.requests[slot];
+        let swapped = request.swapped.as_ref()?;
         let mut returning = self.returning(request, swapped, stage);
-        let mut found = Return::default();
-        self.manager.find_swapped(&swapped.record, &mut returning, &mut found);
         // Samples that come back have the prompt's blocks in common, or it is computed anew for all.
         let least = if stage == Stage::Apart && request.num_live > 1 {
             (request.prompt_len() / self.manager.block_size * self.manager.block_size).max(1)
@@ -139,21 +155,14 @@ impl Scheduler {
             1
         };
         let num_back = if stage == Stage::Prompt { 1 } else { request.num_live as usize };
-        if returning.len() < num_back || returning.iter().any(|returning| returning.len < least) {
-            self.forget_swapped(slot);
+        let manager = &mut self.manager;
+        if !returning.iter().all(|&back| manager.can_take_over(&swapped.record, back)) {
             return None;
         }
-        let request = self.request(slot);
-        let swapped = request.swapped.as_ref()?;
-        let (more, len, known) = self.still_missing(request, stage, &returning);
-        let to_go_on = returning.iter().map(|back| {
-            self.manager.num_needed_to_go_on(&swapped.record, &returning, *back, &found, request.is_gang())
-        });
-        // Samples that run together need all of it, the others one at a time.
-        let to_go_on = if request.is_gang() { to_go_on.sum() } else { to_go_on.min().unwrap_or(0) };
-        let num_needed = found.num_needed + to_go_on;
-        let num_needed_for_all = found.num_needed + more.max(to_go_on);
-        Some(Readmission { stage, returning, found, num_needed, num_needed_for_all, len, known })
+        let mut found = Return::default();
+        manager.find_swapped(&swapped.record, &mut returning, &mut found);
+        let is_whole = returning.len() >= num_back && returning.iter().all(|back| back.len >= least);
+        is_whole.then_some((returning, found))
     }
 
     /// What comes behind the tokens that return: the blocks of all samples for it, and of the sample that has most of it,
