@@ -244,7 +244,6 @@ def test_plan_writes_csr_for_other_kernels():
     [
         ({"priority": 1}, "priority"),
         ({"session": True, "needs_commit": True, "n": 2}, "session"),
-        ({"num_external_tokens": 4}, "num_external_tokens"),
     ],
 )
 def test_scheduler_refuses_by_name_what_it_does_not_have(arguments, message):

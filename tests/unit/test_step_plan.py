@@ -29,6 +29,9 @@ ARRAYS = {
     "swap_out": ("int32", "k2"),
     "swap_in_ids": ("int64", "k"),
     "swap_out_ids": ("int64", "k"),
+    "loads": ("int32", "k3"),
+    "load_ids": ("int64", "k"),
+    "load_handles": ("int64", "k"),
     "slot_moves": ("int64", "k3"),
     "num_common_prefix_blocks": ("int32", "G"),
 }

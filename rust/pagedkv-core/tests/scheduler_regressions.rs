@@ -309,3 +309,21 @@ fn sample_that_took_over_what_was_computed_before_a_reset_of_the_cache_made_it_p
     assert_eq!(plan.i64s(Field::Handles), [handle.get()]);
     assert_eq!(plan.i32s(Field::Positions), [0, 1, 2, 3, 4, 5, 6, 7], "it is computed anew");
 }
+
+#[test]
+fn request_that_was_to_have_fenced_blocks_took_those_of_a_session() {
+    let cache = CacheConfig { block_size: 4, ..CacheConfig::new(1 + 4) };
+    let mut scheduler = Scheduler::new(&cache, &SchedulerConfig::default()).expect("a valid configuration");
+    let kept = scheduler.add_request(session("session", &[1; 8], 1, 1)).unwrap();
+    step(&mut scheduler);
+    let loads = NewRequest { num_external_tokens: 8, ..NewRequest::new("aborted", vec![2; 8], 1) };
+    let loads = scheduler.add_request(loads).unwrap();
+    step(&mut scheduler);
+    scheduler.abort(loads, None).unwrap();
+    let first = add(&mut scheduler, "first", &[3; 8], 1, 1);
+    scheduler.append_tokens(kept, 0, &[4], Some(1)).unwrap();
+    assert!(step(&mut scheduler).i64s(Field::Handles).is_empty(), "it waits for two blocks");
+    assert_eq!(scheduler.num_preemptions(), 0);
+    scheduler.transfers_done(&[1], true).unwrap();
+    assert_eq!(step(&mut scheduler).i64s(Field::Handles), [first.get()]);
+}

@@ -8,9 +8,9 @@ use model::random::Random;
 use pagedkv_core::step_plan::{ALIGNMENT, ElementType, Field};
 use pagedkv_core::{CacheConfig, Error, NewRequest, Scheduler, SchedulerConfig, StepPlan};
 
-/// Arrays of 32-bit integers, but those that are empty where nothing is swapped.
+/// Arrays of 32-bit integers, but those that are empty where nothing is transferred.
 fn arrays() -> impl Iterator<Item = Field> {
-    let has_something = |field: &Field| !matches!(field, Field::SwapIn | Field::SwapOut);
+    let has_something = |field: &Field| !matches!(field, Field::SwapIn | Field::SwapOut | Field::Loads);
     Field::ALL.into_iter().filter(|field| field.element_type() == ElementType::I32).filter(has_something)
 }
 
@@ -130,6 +130,9 @@ fn arrays_of_plans_padded_to_the_same_sizes_lie_at_the_same_offsets_before_the_c
         Field::SwapOut,
         Field::SwapInIds,
         Field::SwapOutIds,
+        Field::Loads,
+        Field::LoadIds,
+        Field::LoadHandles,
         Field::SlotMoves,
         Field::TreeMask,
         Field::Changes,

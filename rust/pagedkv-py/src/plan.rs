@@ -115,6 +115,9 @@ fields! {
     swap_out: SwapOut, "Device and host block, int32 (k, 2).";
     swap_in_ids: SwapInIds, "Transfers of swap_in, int64 (k,).";
     swap_out_ids: SwapOutIds, "Transfers of swap_out, int64 (k,).";
+    loads: Loads, "What to load from outside: group, column of the request's tables, block, int32 (k, 3).";
+    load_ids: LoadIds, "Transfers of loads, int64 (k,).";
+    load_handles: LoadHandles, "The request of each of loads, int64 (k,).";
     slot_moves: SlotMoves, "Group, source and destination slot, int64 (k, 3).";
     num_common_prefix_blocks: NumCommonPrefixBlocks, "Blocks that every sequence shares, int32 (G,).";
 }

@@ -122,8 +122,10 @@ impl Scheduler {
     ///     Seconds after the release of a block for which `cache_priority` holds; for good by default.
     /// session : bool
     ///     Whether samples that finish keep their blocks until `append_tokens`, `free` or `abort`.
-    /// num_external_tokens
-    ///     Refused by name when set.
+    /// num_external_tokens : int
+    ///     Prompt tokens, from the first on, whose keys and values the caller can load from where others computed them. The
+    ///     plan that admits the request names what to load, in `StepPlan.loads`, unless the prefix cache has it; when
+    ///     `transfers_done` says that it is there, the rest is computed.
     /// now : float, optional
     ///     Arrival in seconds, by default of `time.monotonic()`. Statistics and policies of the caller's look at it.
     ///

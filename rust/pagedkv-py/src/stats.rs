@@ -67,6 +67,7 @@ pub(crate) struct RequestTotals {
     finished_by_reason: BTreeMap<&'static str, u64>,
     prompt_tokens: u64,
     prompt_tokens_cached: u64,
+    prompt_tokens_loaded: u64,
     generation_tokens: u64,
     prefix_cache: PrefixCacheStats,
     num_preemptions: u64,
@@ -85,6 +86,7 @@ impl From<&core::RequestTotals> for RequestTotals {
                 .collect(),
             prompt_tokens: totals.prompt_tokens,
             prompt_tokens_cached: totals.prompt_tokens_cached,
+            prompt_tokens_loaded: totals.prompt_tokens_loaded,
             generation_tokens: totals.generation_tokens,
             prefix_cache: PrefixCacheStats {
                 requests: cache.requests,
@@ -193,6 +195,7 @@ pub(crate) struct RequestStats {
     time_in_system: f64,
     num_prompt_tokens: u32,
     num_cached_tokens: u32,
+    num_loaded_tokens: u32,
     num_generation_tokens: u64,
     num_preemptions: u32,
 }
@@ -207,6 +210,7 @@ impl From<core::RequestStats> for RequestStats {
             time_in_system: stats.time_in_system,
             num_prompt_tokens: stats.num_prompt_tokens,
             num_cached_tokens: stats.num_cached_tokens,
+            num_loaded_tokens: stats.num_loaded_tokens,
             num_generation_tokens: stats.num_generation_tokens,
             num_preemptions: stats.num_preemptions,
         }

@@ -1,4 +1,4 @@
-//! Transfers between the pool and the host tier.
+//! Transfers between the pool and other places.
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -9,12 +9,12 @@ use crate::scheduler::Scheduler;
 
 #[pymethods]
 impl Scheduler {
-    /// End transfers: what plans asked for under these ids in `swap_out` or `swap_in` is done, or failed.
+    /// End transfers: what plans asked for under these ids in `swap_out`, `swap_in` or `loads` is done, or failed.
     ///
     /// Parameters
     /// ----------
     /// ids : array or sequence of int
-    ///     Transfers, from `StepPlan.swap_out_ids` and `StepPlan.swap_in_ids`.
+    ///     Transfers, from `StepPlan.swap_out_ids`, `swap_in_ids` and `load_ids`.
     /// ok : bool
     ///     False if they failed: what they should have moved is computed again.
     ///

@@ -21,6 +21,7 @@ mod registration;
 mod sequence;
 mod sessions;
 mod swap;
+mod swap_record;
 mod windows;
 
 use smallvec::SmallVec;
@@ -42,7 +43,7 @@ pub use pins::PinId;
 pub(crate) use pins::Pins;
 pub(crate) use plan::PlanRecord;
 pub(crate) use sequence::{Sequence, Table, Tail};
-pub(crate) use swap::{Arrival, Elsewhere, LostGrowth, Return, Returning, SwapRecord, SwappedBlock};
+pub(crate) use swap_record::{Arrival, Elsewhere, LostGrowth, Return, Returning, SwapRecord, SwappedBlock};
 pub(crate) use windows::DepartedColumn;
 
 /// The bookkeeping of a paged KV cache. See the module's page.

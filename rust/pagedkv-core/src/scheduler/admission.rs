@@ -59,7 +59,7 @@ impl Scheduler {
             self.blocks_to_admit(index, want.target, hits) + others + claimed + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
-            let Some(giver) = self.gives_blocks(slot) else { return false };
+            let Some(giver) = self.gives_room(slot, needed) else { return false };
             self.preempt(giver);
             return self.admit(pass, slot, hits);
         }

@@ -323,7 +323,7 @@ impl Scheduler {
             all + others + forecast.claimed_before(slot) + self.watermark_blocks
         };
         if needed > forecast.available {
-            if self.forecast_giver(slot, forecast).is_some() {
+            if self.forecast_giver(slot, needed, forecast).is_some() {
                 forecast.in_the_way = Some(slot);
                 return Reason::Ready { num_tokens: num_new };
             }
@@ -354,7 +354,7 @@ impl Scheduler {
             back.num_needed_for_all + forecast.claimed_before(slot) + self.watermark_blocks
         };
         if needed > forecast.available {
-            if self.forecast_giver(slot, forecast).is_some() {
+            if self.forecast_giver(slot, needed, forecast).is_some() {
                 forecast.in_the_way = Some(slot);
                 return Reason::Ready { num_tokens: 0 };
             }
@@ -370,8 +370,11 @@ impl Scheduler {
         Reason::Ready { num_tokens }
     }
 
-    /// Whoever gives blocks to a waiting request.
-    fn forecast_giver(&self, slot: u32, forecast: &Forecast) -> Option<u32> {
+    /// Whoever gives blocks to a waiting request that needs so many.
+    fn forecast_giver(&self, slot: u32, needed: u32, forecast: &Forecast) -> Option<u32> {
+        if needed <= forecast.available + self.manager.pool().num_fenced() {
+            return None;
+        }
         let keeper = self.last_keeper_behind(self.request(slot).order);
         keeper.or_else(|| self.gives_blocks(slot).filter(|_| forecast.admitted.is_none()))
     }

@@ -126,6 +126,14 @@ impl Scheduler {
         keeper.or_else(|| if runs() { None } else { self.last_held(slot) })
     }
 
+    /// Whoever gives blocks to a waiting request that needs so many, unless it will have them when plans in flight and
+    /// transfers end.
+    pub(super) fn gives_room(&self, slot: u32, needed: u32) -> Option<u32> {
+        let pool = self.manager.pool();
+        let will_have_room = needed <= pool.num_available() + pool.num_fenced();
+        self.gives_blocks(slot).filter(|_| !will_have_room)
+    }
+
     /// The last of the waiting requests behind `order` that have blocks from before.
     pub(super) fn last_keeper_behind(&self, order: Order) -> Option<u32> {
         if self.num_keepers == 0 {

@@ -219,7 +219,7 @@ impl Scheduler {
             back.num_needed_for_all + self.claimed_before(pass, slot) + self.watermark_blocks
         };
         if needed > self.manager.pool().num_available() {
-            let Some(giver) = self.gives_blocks(slot) else { return false };
+            let Some(giver) = self.gives_room(slot, needed) else { return false };
             self.preempt(giver);
             return self.find_way_back(slot).is_none_or(|back| self.readmit(pass, slot, &back));
         }

@@ -2,7 +2,7 @@
 
 use pagedkv_core::step_plan::Field;
 use pagedkv_core::{
-    CacheConfig, Error, EvictionPolicy, NewRequest, Policy, Retention, Scheduler, SchedulerConfig, StepPlan,
+    CacheConfig, Error, EvictionPolicy, Handle, NewRequest, Policy, Retention, Scheduler, SchedulerConfig, StepPlan,
 };
 
 use crate::steps::{
@@ -198,14 +198,29 @@ fn fault_55_who_waits_is_told_why() {
     assert!(explanation.contains("Seat"), "{explanation}");
 }
 
+/// One seat, and a request whose load has ended while another one waits for that seat.
+fn with_a_load_that_has_ended() -> (Scheduler, Handle) {
+    let limits = SchedulerConfig { max_num_seqs: 1, ..SchedulerConfig::default() };
+    let mut scheduler = scheduler(8, &limits);
+    let loaded =
+        scheduler.add_request(NewRequest { num_external_tokens: 8, ..request("loaded", 1, 9, 2) }).expect("it fits");
+    add(&mut scheduler, "waits", 2, 9, 2);
+    assert_eq!(step(&mut scheduler).0.i64s(Field::LoadIds), [1, 1]);
+    scheduler.transfers_done(&[1], true).expect("the load is outstanding");
+    (scheduler, loaded)
+}
+
 #[test]
-fn fault_56_and_65_loads_from_outside_are_refused_by_name() {
-    let mut scheduler = default_scheduler(8);
-    let refused = scheduler.add_request(NewRequest { num_external_tokens: 4, ..request("r", 1, 9, 1) });
-    assert!(
-        matches!(&refused, Err(Error::Unsupported(what)) if what.starts_with("num_external_tokens")),
-        "{refused:?}"
-    );
+fn fault_56_a_request_whose_load_is_done_has_its_seat() {
+    let (mut scheduler, loaded) = with_a_load_that_has_ended();
+    assert_eq!(handles(&step(&mut scheduler).0), [loaded.get()]);
+}
+
+#[test]
+fn fault_65_a_load_is_issued_once() {
+    let (mut scheduler, _) = with_a_load_that_has_ended();
+    let plans = run_to_the_end(&mut scheduler, 8);
+    assert!(plans.iter().all(|plan| plan.i64s(Field::LoadIds).is_empty()));
 }
 
 #[test]
