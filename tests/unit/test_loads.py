@@ -20,7 +20,7 @@ class Worker:
         group = pagedkv.GroupSpec(1, KV_HEADS, HEAD_DIM, "float32")
         config = pagedkv.CacheConfig(num_blocks, 4, groups=[group])
         self.scheduler = pagedkv.Scheduler(config, LIMITS)
-        self.kv_cache = pagedkv.KVCache.from_config(config, LIMITS, like=np.empty(0))
+        self.kv_cache = pagedkv.KVCache.from_config(config, LIMITS, backend="numpy")
         self.kv_cache.pool.fill(math.nan)
 
     def run(self, plan):
