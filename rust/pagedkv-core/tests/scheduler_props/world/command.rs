@@ -35,6 +35,7 @@ pub(crate) enum Command {
         sample: u8,
     },
     ResetPrefixCache,
+    InvalidateLora,
     Append {
         request: u8,
         sample: u8,
@@ -75,6 +76,7 @@ impl From<[u8; 4]> for Command {
             92..94 => Self::Abort { request: a, sample: b },
             94 => Self::Finish { request: a, sample: b },
             95 if a < 128 => Self::ResetPrefixCache,
+            95 => Self::InvalidateLora,
             100..107 => Self::Append { request: a, sample: b, tokens: c },
             107 => Self::Free { request: a, sample: b },
             108..111 => Self::Hold { request: a },

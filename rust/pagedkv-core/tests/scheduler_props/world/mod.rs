@@ -14,6 +14,7 @@ use crate::model::driven::Driven;
 use crate::model::events::Events;
 use crate::model::mirror::{Mirror, Mirrors};
 use crate::model::scheduler::{Request, SchedulerModel};
+use requests::LORA_ID;
 
 const MOST_REQUESTS: usize = 6;
 const MOST_RESTING: usize = 2;
@@ -160,6 +161,7 @@ impl Driven for World {
             Command::Abort { request, sample } => self.abort(request, sample),
             Command::Finish { request, sample } => self.finish(request, sample),
             Command::ResetPrefixCache => self.scheduler.reset_prefix_cache(),
+            Command::InvalidateLora => self.scheduler.invalidate_lora(LORA_ID),
             Command::Append { request, sample, tokens } => self.append(request, sample, tokens),
             Command::Free { request, sample } => self.free(request, sample),
             Command::Hold { request } => self.set_held(request, true),

@@ -8,13 +8,16 @@ use super::{MOST_REQUESTS, MOST_RESTING, World};
 use crate::model::random::two_tokens;
 use crate::model::scheduler::Request;
 
+/// The adapter that some requests use.
+pub(super) const LORA_ID: i64 = 1;
+
 impl World {
     fn request(&self, prompt: u8, output: u8, kind: u8) -> NewRequest {
         let longest = if kind.is_multiple_of(5) { 9 } else { 2 * self.model.limits.block_size };
         let tokens = two_tokens(1 + usize::from(prompt) % longest, prompt / 9);
         let len = tokens.len() as u32;
         let (lora_id, images) = match kind / 8 % 16 {
-            0 => (Some(1), vec![]),
+            0 => (Some(LORA_ID), vec![]),
             1 if len > 2 => (None, vec![ImageSpan { start: 1, len: 2, digest: [7].into() }]),
             2 if len > 2 => (None, vec![ImageSpan { start: 1, len: 2, digest: [8].into() }]),
             _ => (None, vec![]),

@@ -12,8 +12,8 @@ impl World {
     pub(super) fn made(number: u64, swaps: bool) -> Self {
         let mut random = Random::new(number);
         let mut below = |end| random.below(end);
-        let policy = [Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare];
-        let policy = if below(2) == 0 { Policy::Fcfs } else { policy[below(3)] };
+        let policy = [Policy::Priority, Policy::LongestPrefixMatch, Policy::FairShare, Policy::External];
+        let policy = if below(2) == 0 { Policy::Fcfs } else { policy[below(4)] };
         let cuts_chunks = below(4) == 0;
         let watermark = if below(4) == 0 { 0.3 } else { 0.0 };
         let lookahead = [0, 0, 0, 2, 3, 4, 5, 6][below(8)];

@@ -1,6 +1,6 @@
 //! What the one who steps does: plans, drafts, commits, rollbacks and transfers.
 
-use pagedkv_core::{Error, Handle, PlanId, Reason, Scheduler, StepResult};
+use pagedkv_core::{Error, Handle, PlanId, Policy, Reason, Scheduler, StepPlan, StepResult};
 
 use super::World;
 use crate::model::random::Random;
@@ -24,9 +24,9 @@ impl World {
         let reasons = self.explain();
         self.model.before_schedule(&self.scheduler);
         let before = (self.scheduler.num_preemptions(), self.scheduler.manager().pool().num_evictions());
-        let plan = self.scheduler.schedule().expect("fewer plans in flight than allowed");
+        let plan = self.plan(tokens);
         let after = (self.scheduler.num_preemptions(), self.scheduler.manager().pool().num_evictions());
-        if before == after {
+        if before == after && self.model.limits.policy != Policy::External {
             self.model.check_reasons(&plan, &reasons);
         }
         let counts = self.scheduler.snapshot().requests;
@@ -34,6 +34,20 @@ impl World {
         let mut random = Random::new(u64::from(tokens));
         // Mostly zeros, so that outputs are shared as well, and now and then a stop token.
         self.model.schedule(&self.scheduler, plan, &counts, || [0, 0, 0, 1, 0, 0, 0, 2][random.below(8)]);
+    }
+
+    /// A plan; where the caller orders, by keys that have nothing to do with anything.
+    fn plan(&mut self, tokens: u8) -> StepPlan {
+        let plan = if self.model.limits.policy == Policy::External {
+            let mut waiting = Vec::new();
+            self.scheduler.for_each_waiting(|request| waiting.push(request.handle.get()));
+            let mut random = Random::new(u64::from(tokens));
+            let keys: Vec<f64> = waiting.iter().map(|_| random.below(4) as f64).collect();
+            self.scheduler.schedule_by(&waiting, &keys)
+        } else {
+            self.scheduler.schedule()
+        };
+        plan.expect("fewer plans in flight than allowed")
     }
 
     /// What is said of each request before a plan is made.
