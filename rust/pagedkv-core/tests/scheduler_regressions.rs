@@ -327,3 +327,47 @@ fn request_that_was_to_have_fenced_blocks_took_those_of_a_session() {
     scheduler.transfers_done(&[1], true).unwrap();
     assert_eq!(step(&mut scheduler).i64s(Field::Handles), [first.get()]);
 }
+
+#[test]
+fn beams_were_passed_over_for_a_later_request_because_an_earlier_one_guessed() {
+    let cache = CacheConfig { block_size: 4, ..CacheConfig::new(1 + 32) };
+    let limits = SchedulerConfig { max_num_batched_tokens: 4, lookahead: 2, ..SchedulerConfig::default() };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let guesser = add(&mut scheduler, "guesser", &[1], 8, 1);
+    let beams = NewRequest { n: 2, needs_commit: true, ..NewRequest::new("beams", vec![2], 8) };
+    let beams = scheduler.add_request(beams).unwrap();
+    let later = add(&mut scheduler, "later", &[3], 8, 1);
+    let plan = step(&mut scheduler);
+    let row = plan.changes().new.iter().find(|change| change.request_id == "guesser").expect("it sits").row;
+    scheduler.set_draft_tokens(&[row as i32], &[0, 2], &[5, 6]).unwrap();
+    let plan = scheduler.schedule().unwrap();
+    let [guesser, beams, later] = [guesser, beams, later].map(Handle::get);
+    assert_eq!(plan.i64s(Field::Handles), [guesser, beams, beams, later]);
+}
+
+#[test]
+fn request_that_came_back_first_found_no_room_for_a_chunk_and_nothing_was_planned() {
+    let cache = CacheConfig { block_size: 4, num_host_blocks: 3, ..CacheConfig::new(1 + 6) };
+    let limits = SchedulerConfig {
+        preemption_mode: PreemptionMode::Swap,
+        max_num_batched_tokens: 6,
+        watermark: 0.5,
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(&cache, &limits).expect("a valid configuration");
+    let first = add(&mut scheduler, "first", &[1; 12], 4, 1);
+    step(&mut scheduler);
+    scheduler.hold(first).unwrap();
+    let later = add(&mut scheduler, "later", &[2; 8], 12, 1);
+    // It takes all that the other one's blocks, which are on their way out, leave.
+    step(&mut scheduler);
+    while scheduler.progress(later, 0).unwrap().num_computed < 16 {
+        step(&mut scheduler);
+    }
+    scheduler.transfers_done(&[1], true).unwrap();
+    scheduler.release(first).unwrap();
+    let plan = step(&mut scheduler);
+    assert!(plan.i32s(Field::SwapIn).is_empty(), "the scene is another");
+    assert_eq!(plan.i64s(Field::Handles), [first.get()]);
+    assert_eq!(plan.i32s(Field::Positions), [6, 7, 8, 9, 10, 11]);
+}

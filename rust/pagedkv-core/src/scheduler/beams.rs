@@ -226,7 +226,8 @@ impl Scheduler {
     pub(super) fn grow_gang(&mut self, pass: &mut Pass, slot: u32) {
         let request = self.request(slot);
         let is_ready = !self.waits_for_others(request);
-        if is_ready && request.num_live > pass.budget {
+        let num_tokens = request.num_live;
+        if is_ready && !self.revoke_drafts_for(pass, num_tokens) {
             self.claim(pass, slot);
             return;
         }

@@ -132,7 +132,23 @@ impl Scheduler {
         let block_size = self.manager.block_size;
         let takes_blocks =
             |entry: &Entry| entry.end.div_ceil(block_size) > (entry.end - entry.num_drafts).div_ceil(block_size);
-        let Some(entry) = pass.record.entries.iter_mut().rfind(|entry| takes_blocks(entry)) else {
+        self.revoke_last_drafts(pass, takes_blocks)
+    }
+
+    /// Takes guesses out of the plan again until so many tokens are left of the budget, if all of them are enough.
+    pub(super) fn revoke_drafts_for(&mut self, pass: &mut Pass, num_tokens: u32) -> bool {
+        let num_drafts: u32 = pass.record.entries.iter().map(|entry| entry.num_drafts).sum();
+        if pass.budget + num_drafts < num_tokens {
+            return false;
+        }
+        while pass.budget < num_tokens {
+            self.revoke_last_drafts(pass, |entry| entry.num_drafts > 0);
+        }
+        true
+    }
+
+    fn revoke_last_drafts(&mut self, pass: &mut Pass, is_meant: impl Fn(&Entry) -> bool) -> bool {
+        let Some(entry) = pass.record.entries.iter_mut().rfind(|entry| is_meant(entry)) else {
             return false;
         };
         self.manager.shorten(entry.sequence as usize, entry.num_drafts);

@@ -213,7 +213,8 @@ impl Scheduler {
         if back.is_partial() && pass.num_partial_prefills >= self.limits.max_num_partial_prefills {
             return false;
         }
-        let needed = if self.is_first(slot) {
+        let is_first = self.is_first(slot);
+        let needed = if is_first {
             back.num_needed
         } else {
             back.num_needed_for_all + self.claimed_before(pass, slot) + self.watermark_blocks
@@ -237,7 +238,8 @@ impl Scheduler {
             pass.num_partial_prefills += u32::from(back.is_partial());
         } else {
             self.forget_swapped(slot);
-            pass.is_admitting = true;
+            // What comes first goes on at the cost of all that runs.
+            pass.is_admitting = !is_first;
             self.grow_request(pass, slot);
             pass.is_admitting = false;
         }

@@ -16,7 +16,7 @@ mod scheduler;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -58,6 +58,7 @@ struct Done {
     worlds: AtomicU64,
     commands: AtomicU64,
     events: Mutex<Events>,
+    is_broken: AtomicBool,
 }
 
 impl Done {
@@ -92,9 +93,14 @@ fn drive(world: impl Driven, random: &mut Random, events: &mut Events) {
 
 fn work(limits: &Limits, done: &Done) {
     let mut events = Events::default();
-    while done.commands.load(Ordering::Relaxed) < limits.commands && done.start.elapsed().as_secs() < limits.seconds {
+    let goes_on = || {
+        let in_time = done.start.elapsed().as_secs() < limits.seconds;
+        in_time && done.commands.load(Ordering::Relaxed) < limits.commands && !done.is_broken.load(Ordering::Relaxed)
+    };
+    while goes_on() {
         let number = done.worlds.fetch_add(1, Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| live(number, limits.seed, &mut events)));
+        done.is_broken.fetch_or(outcome.is_err(), Ordering::Relaxed);
         assert!(outcome.is_ok(), "world {number} of SOAK_SEED={} broke", limits.seed);
         done.commands.fetch_add(COMMANDS_PER_WORLD, Ordering::Relaxed);
     }
@@ -108,6 +114,7 @@ fn main() {
         worlds: AtomicU64::new(0),
         commands: AtomicU64::new(0),
         events: Mutex::default(),
+        is_broken: AtomicBool::new(false),
     };
     thread::scope(|scope| {
         let workers: Vec<_> = (0..limits.threads).map(|_| scope.spawn(|| work(&limits, &done))).collect();
