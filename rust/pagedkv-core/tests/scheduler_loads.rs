@@ -5,7 +5,9 @@ mod steps;
 
 use pagedkv_core::scheduler::Reason;
 use pagedkv_core::step_plan::Field;
-use pagedkv_core::{CacheConfig, Error, GroupSpec, Handle, NewRequest, Policy, Scheduler, SchedulerConfig, StepPlan};
+use pagedkv_core::{
+    CacheConfig, Error, GroupSpec, Handle, NewRequest, Policy, PreemptionMode, Scheduler, SchedulerConfig, StepPlan,
+};
 use steps::{BLOCK_SIZE, counting_request, default_scheduler, scheduler};
 
 /// A prompt of ten tokens that differs from those of other first tokens, the first `num_external_tokens` of it outside.
@@ -267,4 +269,28 @@ fn fork_with_tokens_outside_is_refused() {
     step(&mut scheduler);
     let refused = scheduler.fork(handle, 0, request(20, 1)).unwrap_err();
     assert!(matches!(refused, Error::InvalidArgument { argument: "num_external_tokens", .. }), "{refused}");
+}
+
+#[test]
+fn request_that_did_not_ask_may_do_so_when_nothing_is_left_of_what_went_out() {
+    let cache = CacheConfig { block_size: BLOCK_SIZE, num_host_blocks: 4, ..CacheConfig::new(1 + 6) };
+    let limits = SchedulerConfig {
+        policy: Policy::Priority,
+        ageing: None,
+        preemption_mode: PreemptionMode::Swap,
+        ..SchedulerConfig::default()
+    };
+    let mut scheduler = Scheduler::new(&cache, &limits).unwrap();
+    scheduler.add_request(NewRequest { max_tokens: 1, ..request(0, 0) }).unwrap();
+    step(&mut scheduler);
+    let hits = NewRequest { request_id: "hits".into(), priority: 1, ..request(0, 8) };
+    let hits = scheduler.add_request(hits).unwrap();
+    assert!(loads(&step(&mut scheduler)).is_empty(), "the cache has its prefix");
+    scheduler.hold(hits).unwrap();
+    scheduler.add_request(NewRequest::new("urgent", vec![7; 24], 1)).unwrap();
+    step(&mut scheduler);
+    scheduler.transfers_done(&[1], false).unwrap();
+    assert_eq!(positions(&step(&mut scheduler)).len(), 24, "all blocks are used for something else");
+    scheduler.release(hits).unwrap();
+    assert_eq!(columns(&step(&mut scheduler)), [0, 1]);
 }

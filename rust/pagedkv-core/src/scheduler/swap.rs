@@ -110,6 +110,10 @@ impl Scheduler {
             self.request_mut(slot).swapped = None;
             return None;
         }
+        if back.is_none() && self.request(slot).is_outside() {
+            // Nothing is left of what went out.
+            return self.find_way_back(slot);
+        }
         back
     }
 
