@@ -118,8 +118,10 @@ def test_paged_attention_matches_oracle_when_unused_slots_hold_infinity(make_bat
 
 
 def test_paged_attention_matches_oracle_when_scores_are_huge(make_batch):
+    # On grids so coarse that products and their sums are exact in float32: what is left is the softmax.
     batch = make_batch([(40, 40), (90, 1)])
-    batch.q *= 300
+    batch.q.mul_(300).round_()
+    batch.k_cache.mul_(64).round_().div_(64)
     assert_matches_oracle(batch)
 
 
@@ -293,7 +295,7 @@ REFUSED = [
     ("q", lambda a: a.tolist(), TypeError, r"out: expected an array to write to, as none is made like a list"),
     ("k_cache", lambda a: a.tolist(), TypeError, r"k_cache: expected an array that speaks DLPack, found list"),
     ("k_cache", lambda a: a[..., :32], ValueError, r"k_cache: expected shape \(.*, head_dim=64\), found \(.*, 32\)"),
-    ("k_cache", lambda a: a.to(torch.float8_e5m2), TypeError, r"k_cache: expected dtype .*, found float8_e5m2"),
+    ("k_cache", lambda a: a.double(), TypeError, r"k_cache: expected dtype .*, found float64"),
     ("v_cache", lambda a: a[1:], ValueError, r"v_cache: expected shape \(num_blocks=\d+, .*\), found"),
     ("v_cache", lambda a: a.int(), TypeError, r"v_cache: expected dtype .*, found int32"),
     ("block_table", lambda a: a.long(), TypeError, r"block_table: expected dtype int32, found int64"),

@@ -181,14 +181,10 @@ pub(crate) fn paged_attention(
     let mask_starts = tree_mask_start_loc.map(|starts| integers("tree_mask_start_loc", starts)).transpose()?;
     let mask_starts: Option<Vec<i32>> = mask_starts;
     let threads = threads(py, num_threads)?;
-    let operands = Operands {
-        q: q.view("q", QUERIES)?,
-        k_cache: k_cache.view("k_cache", CACHE)?,
-        v_cache: v_cache.view("v_cache", CACHE)?,
-        out: out.view_mut("out", QUERIES)?,
-        lse: lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?,
-        sinks: sinks.as_ref().map(|sinks| sinks.view("sinks", SINKS)).transpose()?,
-    };
+    let (q, out) = (q.view("q", QUERIES)?, out.view_mut("out", QUERIES)?);
+    let mut operands = Operands::new(q, k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?, out);
+    operands.lse = lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?;
+    operands.sinks = sinks.as_ref().map(|sinks| sinks.view("sinks", SINKS)).transpose()?;
     let batch = Batch {
         block_table: block_table.view("block_table", BLOCK_TABLE)?,
         rows: rows.as_deref(),
@@ -200,7 +196,7 @@ pub(crate) fn paged_attention(
             _ => return Err(invalid("tree_mask", "tree_mask and tree_mask_start_loc together", "one of the two")),
         },
     };
-    let options = AttentionOptions { softmax_scale, sliding_window, soft_cap };
+    let options = AttentionOptions { softmax_scale, sliding_window, soft_cap, isa: None };
     py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads)).map_err(to_py_err)
 }
 
