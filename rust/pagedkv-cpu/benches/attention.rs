@@ -92,9 +92,10 @@ fn view<T, const N: usize>(data: &mut [T], dtype: DType, shape: [usize; N]) -> V
     unsafe { View::new(data.as_mut_ptr().cast::<c_void>(), dtype, shape, strides(shape)) }
 }
 
+/// The median, or with `BEST=1` the least, on a machine that others use as well.
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    times[if std::env::var_os("BEST").is_some() { 0 } else { times.len() / 2 }]
 }
 
 fn seconds(count: usize, mut run: impl FnMut(usize)) -> f64 {

@@ -1,5 +1,5 @@
 //! Eight lanes of AVX2 with FMA and F16C.
-#![expect(clippy::wildcard_imports, reason = "the intrinsics of an instruction set")]
+#![allow(clippy::wildcard_imports, reason = "the intrinsics of an instruction set")]
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "each function is an instruction or two and as unsafe as a whole: see `Vector` for what callers promise"

@@ -1,5 +1,5 @@
 //! Sixteen lanes of AVX-512 (F, BW, VL, DQ), and products of bfloat16 pairs where the processor has them.
-#![expect(clippy::wildcard_imports, reason = "the intrinsics of an instruction set")]
+#![allow(clippy::wildcard_imports, reason = "the intrinsics of an instruction set")]
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "each function is an instruction or two and as unsafe as a whole: see `Vector` for what callers promise"
