@@ -10,7 +10,9 @@ use std::ffi::c_void;
 use std::hint::black_box;
 use std::time::Instant;
 
-use pagedkv_cpu::{AttentionOptions, Batch, DType, Isa, Operands, View, append_kv, copy_blocks, paged_attention};
+use pagedkv_cpu::{
+    AttentionOptions, Batch, DType, Isa, Operands, Scales, View, append_kv, copy_blocks, paged_attention,
+};
 
 const POOL_BYTES: usize = 1 << 30;
 
@@ -214,7 +216,7 @@ fn run_cache_ops(pool: &mut [u64], threads: usize) {
                 }
             })
             .collect();
-        let time = seconds(20, |_| append_kv(&k, &v, &k_cache, &v_cache, &slots, threads).unwrap());
+        let time = seconds(20, |_| append_kv(&k, &v, &k_cache, &v_cache, &slots, &Scales::default(), threads).unwrap());
         let rate = (num_tokens * 8 * 128 * 2 * 2) as f64 / time;
         println!(
             "{name:22} {:8.3} ms {:6.1} GB/s of memcpy {:5.1} ({:3.0} %)",

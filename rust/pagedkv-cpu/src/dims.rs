@@ -23,6 +23,7 @@ pub const GROUPED_BLOCK_TABLE: [&str; 3] = ["num_groups", "num_rows", "max_block
 pub const VALUES_OUT: [&str; 3] = ["sum(seq_lens)", "num_kv_heads", "head_dim"];
 
 const COMPUTED: &str = "float32, float16 or bfloat16";
+const CACHED: &str = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2";
 
 /// A shape as Python prints it.
 pub fn shape_text<T: std::fmt::Display>(shape: &[T]) -> String {
@@ -93,10 +94,10 @@ pub(crate) fn check_computed<const N: usize>(argument: &'static str, view: &View
 
 /// Refuses element types that a cache cannot have.
 pub(crate) fn check_cached<const N: usize>(argument: &'static str, view: &View<N>) -> Result<()> {
-    if view.dtype().is_fp8() {
+    if view.dtype().is_fp8() || view.dtype().is_computed() {
         return Ok(());
     }
-    check_computed(argument, view)
+    Err(Error::DType { argument, expected: CACHED, found: view.dtype().name() })
 }
 
 /// Refuses scales that do not fit a cache: one for all KV heads or one each, and only where it is FP8.

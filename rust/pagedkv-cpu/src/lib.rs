@@ -40,8 +40,10 @@ mod simd;
 mod threads;
 mod view;
 
-pub use attention::{AttentionOptions, Batch, Operands, TreeMask, paged_attention};
-pub use cache::{append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table};
+pub use attention::{AttentionOptions, Batch, Operands, State, TreeMask, merge_states, paged_attention};
+pub use cache::{
+    Scales, append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table,
+};
 pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
 pub use error::{Error, Result};
 pub use isa::{ISA_VARIABLE, Isa};

@@ -13,11 +13,13 @@ mod check;
 mod few_rows;
 mod hidden;
 mod many_rows;
+mod merge_states;
 mod plan;
 mod tokens;
 
 pub use batch::{Batch, TreeMask};
 pub(crate) use batch::{BlockTable, check_seq_lens};
+pub use merge_states::{State, merge_states};
 
 use std::cell::RefCell;
 

@@ -8,7 +8,7 @@ mod pairs;
 mod swap;
 mod table;
 
-pub use append::append_kv;
+pub use append::{Scales, append_kv};
 pub use copy::copy_blocks;
 pub use gather::{gather_kv, num_gathered_tokens};
 pub use move_kv::move_kv;
