@@ -100,35 +100,36 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[if std::env::var_os("BEST").is_some() { 0 } else { times.len() / 2 }]
 }
 
-fn seconds(count: usize, mut run: impl FnMut(usize)) -> f64 {
+/// Seconds of one run; `between` comes after each.
+fn seconds(count: usize, mut run: impl FnMut(usize), mut between: impl FnMut(usize)) -> f64 {
     run(0);
     let time = |i| {
         let start = Instant::now();
         run(i);
-        start.elapsed().as_secs_f64()
+        let time = start.elapsed().as_secs_f64();
+        between(i);
+        time
     };
     median((1..=count).map(time).collect())
 }
 
-/// Bytes per second that `threads` threads read of a large buffer.
-fn read_rate(data: &[u64], threads: usize) -> f64 {
-    let part = data.len() / threads;
-    let time = seconds(5, |_| {
-        std::thread::scope(|scope| {
-            for part in data.chunks_exact(part) {
-                scope.spawn(move || {
-                    let mut sums = [0_u64; 32];
-                    for line in part.chunks_exact(32) {
-                        for (sum, x) in sums.iter_mut().zip(line) {
-                            *sum = sum.wrapping_add(*x);
-                        }
+/// Seconds that `threads` threads take to read a buffer.
+fn read_seconds(data: &[u64], threads: usize) -> f64 {
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for part in data.chunks_exact(data.len() / threads) {
+            scope.spawn(move || {
+                let mut sums = [0_u64; 32];
+                for line in part.chunks_exact(32) {
+                    for (sum, x) in sums.iter_mut().zip(line) {
+                        *sum = sum.wrapping_add(*x);
                     }
-                    black_box(sums)
-                });
-            }
-        });
+                }
+                black_box(sums)
+            });
+        }
     });
-    std::mem::size_of_val(data) as f64 / time
+    start.elapsed().as_secs_f64()
 }
 
 fn shuffled(n: usize) -> Vec<i32> {
@@ -178,11 +179,18 @@ fn run_case(case: &Case, pool: &mut [u64], threads: usize, repeats: usize) {
     };
     let layers: Vec<[View<4>; 2]> =
         (0..num_layers).map(|i| [0, 1].map(|side| layer(pool, case, num_blocks, num_layers, i, side))).collect();
-    let time = seconds(repeats, |i| {
-        let [k, v] = layers[i % num_layers];
-        paged_attention(&Operands::new(q_view, k, v, out_view), &batch, &AttentionOptions::default(), threads).unwrap();
-    });
-    let read = read_rate(&pool[..1 << 25], threads);
+    // Taking turns: the machine may change its mind between.
+    let mut reads = Vec::new();
+    let time = seconds(
+        repeats,
+        |i| {
+            let [k, v] = layers[i % num_layers];
+            paged_attention(&Operands::new(q_view, k, v, out_view), &batch, &AttentionOptions::default(), threads)
+                .unwrap();
+        },
+        |i| reads.push(read_seconds(&pool[i % 8 << 23..][..1 << 23], threads)),
+    );
+    let read = (8 << 23) as f64 / median(reads);
     let scores = if case.num_queries == case.len { case.len * (case.len + 1) / 2 } else { case.num_queries * case.len };
     let flops = (4 * case.num_seqs * num_q_heads * case.head_dim * scores) as f64;
     let rate = kv_bytes as f64 / time;
@@ -200,7 +208,7 @@ fn run_case(case: &Case, pool: &mut [u64], threads: usize, repeats: usize) {
 fn run_cache_ops(pool: &mut [u64], threads: usize) {
     let bytes = 1 << 28;
     let (from, to) = pool.split_at_mut(bytes / 8);
-    let copy = bytes as f64 / seconds(5, |_| to[..bytes / 8].copy_from_slice(from));
+    let copy = bytes as f64 / seconds(5, |_| to[..bytes / 8].copy_from_slice(from), |_| ());
     let shape = [4096, 8, BLOCK_SIZE, 128];
     let (k_cache, v_cache) = (view(&mut to[..], DType::BF16, shape), view(&mut to[bytes / 8..], DType::BF16, shape));
     for (name, num_tokens) in [("append_kv", 8192), ("append_kv_decode", 256)] {
@@ -216,7 +224,11 @@ fn run_cache_ops(pool: &mut [u64], threads: usize) {
                 }
             })
             .collect();
-        let time = seconds(20, |_| append_kv(&k, &v, &k_cache, &v_cache, &slots, &Scales::default(), threads).unwrap());
+        let time = seconds(
+            20,
+            |_| append_kv(&k, &v, &k_cache, &v_cache, &slots, &Scales::default(), threads).unwrap(),
+            |_| (),
+        );
         let rate = (num_tokens * 8 * 128 * 2 * 2) as f64 / time;
         println!(
             "{name:22} {:8.3} ms {:6.1} GB/s of memcpy {:5.1} ({:3.0} %)",
@@ -229,7 +241,7 @@ fn run_cache_ops(pool: &mut [u64], threads: usize) {
     let blocks = view(pool, DType::BF16, [512, 1 << 20]);
     let ids = shuffled(512);
     let pairs: Vec<[i32; 2]> = (0..64).map(|i| [ids[i], ids[i + 64]]).collect();
-    let time = seconds(10, |_| copy_blocks(&blocks, &pairs, threads).unwrap());
+    let time = seconds(10, |_| copy_blocks(&blocks, &pairs, threads).unwrap(), |_| ());
     let rate = (64_usize << 21) as f64 / time;
     println!(
         "{:22} {:8.3} ms {:6.1} GB/s of memcpy {:5.1} ({:3.0} %)",

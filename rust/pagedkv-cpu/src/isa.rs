@@ -16,11 +16,14 @@ pub enum Isa {
     Avx512,
     /// The same with products of bfloat16 pairs.
     Avx512Bf16,
+    /// The same with tiles of AMX. Where those are, products of pairs take twice the time of float32 ones, so few rows are
+    /// multiplied in float32.
+    Amx,
 }
 
 impl Isa {
     /// Every instruction set, from the plainest on.
-    pub const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// What it is called in [`ISA_VARIABLE`].
     pub const fn name(self) -> &'static str {
@@ -29,6 +32,7 @@ impl Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512_bf16",
+            Self::Amx => "amx",
         }
     }
 
@@ -49,6 +53,7 @@ impl Isa {
             }
             Self::Avx512 => avx512(),
             Self::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            Self::Amx => Self::Avx512Bf16.is_available() && crate::kernels::is_amx_available(),
         }
     }
 

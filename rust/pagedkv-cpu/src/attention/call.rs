@@ -30,17 +30,43 @@ pub(super) struct Row<'a> {
     pub(super) acc: &'a [f32],
 }
 
+/// Kernels, and the orders in which they want queries and make results.
+#[derive(Debug)]
+pub(super) struct Path {
+    pub(super) kernels: Kernels,
+    /// Which element of a query each cell of a packed float32 one holds.
+    key_order: Vec<usize>,
+    /// Which element of the output each cell of an accumulator holds.
+    pub(super) value_order: Vec<usize>,
+    /// Cells of a packed query.
+    pub(super) q_len: usize,
+}
+
+impl Path {
+    pub(super) fn new(kernels: Kernels, head_dim: usize) -> Self {
+        let key_order = kernels.keys.order(head_dim, kernels.lanes);
+        Self {
+            kernels,
+            q_len: if kernels.keys.is_paired { key_order.len() / 2 } else { key_order.len() },
+            key_order,
+            value_order: kernels.values.order(head_dim, kernels.lanes),
+        }
+    }
+
+    /// Floats of a row that waits to be merged.
+    pub(super) fn row_len(&self) -> usize {
+        self.value_order.len() + 2
+    }
+}
+
 /// The operands and options of one call.
 pub(super) struct Call<'a> {
     pub(super) operands: &'a Operands,
     pub(super) plan: &'a Plan,
-    pub(super) kernels: Kernels,
-    /// Which element of a query each cell of a packed float32 one holds.
-    key_order: Vec<usize>,
-    /// Cells of a packed query.
-    pub(super) q_len: usize,
-    /// Which element of the output each cell of an accumulator holds.
-    pub(super) value_order: Vec<usize>,
+    /// For items of few rows, which alone may wait to be merged.
+    pub(super) few: Path,
+    /// For items of many rows.
+    pub(super) many: Path,
     /// The slope of each query head; empty without `ALiBi`.
     pub(super) slopes: Vec<f32>,
     softmax_scale: f32,
@@ -58,19 +84,15 @@ impl<'a> Call<'a> {
         operands: &'a Operands,
         options: &AttentionOptions,
         plan: &'a Plan,
-        kernels: Kernels,
+        [few, many]: [Path; 2],
         workspace: Workspace,
     ) -> Self {
-        let head_dim = plan.cut.head_dim;
-        let default_scale = 1.0 / f64::from(head_dim as u32).sqrt();
-        let key_order = kernels.keys.order(head_dim, kernels.lanes);
+        let default_scale = 1.0 / f64::from(plan.cut.head_dim as u32).sqrt();
         Self {
             operands,
             plan,
-            kernels,
-            q_len: if kernels.keys.is_paired { key_order.len() / 2 } else { key_order.len() },
-            key_order,
-            value_order: kernels.values.order(head_dim, kernels.lanes),
+            few,
+            many,
             slopes: loaded(operands.alibi_slopes.as_ref()),
             softmax_scale: options.softmax_scale.unwrap_or(default_scale as f32),
             soft_cap: options.soft_cap,
@@ -81,26 +103,21 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Floats of a row that waits to be merged.
-    pub(super) fn row_len(value_order: &[usize]) -> usize {
-        value_order.len() + 2
-    }
-
     /// How products with the keys of a KV head become scores.
-    pub(super) fn rule(&self, kv_head: usize) -> ScoreRule {
-        let scale = self.softmax_scale * self.kernels.keys.scale * of_head(&self.k_scales, kv_head);
+    pub(super) fn rule(&self, path: &Path, kv_head: usize) -> ScoreRule {
+        let scale = self.softmax_scale * path.kernels.keys.scale * of_head(&self.k_scales, kv_head);
         ScoreRule { scale, soft_cap: self.soft_cap }
     }
 
     /// Loads a query row in the order of the kernels, zeros behind its end; two bfloat16 take a cell where they are
     /// multiplied in pairs.
-    pub(super) fn pack_query(&self, tile: &Tile, kv_head: usize, row: usize, cells: &mut [f32]) {
+    pub(super) fn pack_query(&self, path: &Path, tile: &Tile, [kv_head, row]: [usize; 2], cells: &mut [f32]) {
         let [token, head] = self.token_and_head(tile, kv_head, row);
         let q = &self.operands.q;
         let from = q.at([token, head, 0]);
         let mut natural = [0_f32; MAX_HEAD_DIM];
         let natural = &mut natural[..self.plan.cut.head_dim];
-        if self.kernels.keys.is_paired {
+        if path.kernels.keys.is_paired {
             cells.fill(0.0);
             let bytes = natural.len() * q.dtype().size_bytes();
             // SAFETY: the row lies inside `q`, whose rows are contiguous bfloat16, and is no longer than the cells.
@@ -109,7 +126,7 @@ impl<'a> Call<'a> {
         }
         // SAFETY: the row lies inside `q`, whose rows are contiguous.
         unsafe { load(q.dtype(), from, natural) };
-        for (cell, element) in cells.iter_mut().zip(&self.key_order) {
+        for (cell, element) in cells.iter_mut().zip(&path.key_order) {
             *cell = natural.get(*element).copied().unwrap_or(0.0);
         }
     }
@@ -121,9 +138,9 @@ impl<'a> Call<'a> {
     }
 
     /// Takes a row of an item: it is finished, or waits for the others of its tile.
-    pub(super) fn deliver(&self, item: &WorkItem, kv_head: usize, row: usize, result: &Row<'_>) {
+    pub(super) fn deliver(&self, path: &Path, item: &WorkItem, [kv_head, row]: [usize; 2], result: &Row<'_>) {
         let Some(first) = item.partial_row else {
-            self.finish(&item.tile, kv_head, row, result);
+            self.finish(path, &item.tile, [kv_head, row], result);
             return;
         };
         let rows_per_head = item.tile.queries.len() * self.plan.cut.group;
@@ -131,7 +148,7 @@ impl<'a> Call<'a> {
         let len = result.acc.len();
         // SAFETY: the workspace has room for all partial rows of the plan, and this one belongs to this item alone.
         unsafe {
-            let to = self.workspace.rows.add(index * Self::row_len(&self.value_order));
+            let to = self.workspace.rows.add(index * path.row_len());
             to.write(result.max);
             to.add(1).write(result.sum);
             to.add(2).copy_from_nonoverlapping(result.acc.as_ptr(), len);
@@ -143,7 +160,7 @@ impl<'a> Call<'a> {
         let group = self.plan.cut.group;
         let rows_per_head = merge.tile.queries.len() * group;
         let num_rows = merge.tile.num_rows(group);
-        let mut acc = vec![0_f32; self.value_order.len()];
+        let mut acc = vec![0_f32; self.few.value_order.len()];
         for index in 0..num_rows {
             let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0);
             acc.fill(0.0);
@@ -152,18 +169,19 @@ impl<'a> Call<'a> {
                 (max, sum) = join((max, sum, &mut acc), &row);
             }
             let kv_head = merge.tile.kv_heads.start + index / rows_per_head;
-            self.finish(&merge.tile, kv_head, index % rows_per_head, &Row { max, sum, acc: &acc });
+            let row = Row { max, sum, acc: &acc };
+            self.finish(&self.few, &merge.tile, [kv_head, index % rows_per_head], &row);
         }
     }
 
     fn partial(&self, index: usize) -> Row<'_> {
-        let len = Self::row_len(&self.value_order);
+        let len = self.few.row_len();
         // SAFETY: all items have ended, and each wrote its rows.
         let row = unsafe { std::slice::from_raw_parts(self.workspace.rows.add(index * len), len) };
         Row { max: row[0], sum: row[1], acc: &row[2..] }
     }
 
-    fn finish(&self, tile: &Tile, kv_head: usize, row: usize, result: &Row<'_>) {
+    fn finish(&self, path: &Path, tile: &Tile, [kv_head, row]: [usize; 2], result: &Row<'_>) {
         let head_dim = self.plan.cut.head_dim;
         let [token, head] = self.token_and_head(tile, kv_head, row);
         let mut out = [0_f32; MAX_HEAD_DIM];
@@ -173,8 +191,8 @@ impl<'a> Call<'a> {
             return;
         }
         let (shrink, sum, lse) = self.normaliser(head, result.max, result.sum);
-        let factor = shrink * self.kernels.values.scale * of_head(&self.v_scales, kv_head);
-        for (element, value) in self.value_order.iter().zip(result.acc) {
+        let factor = shrink * path.kernels.values.scale * of_head(&self.v_scales, kv_head);
+        for (element, value) in path.value_order.iter().zip(result.acc) {
             if let Some(out) = out.get_mut(*element) {
                 *out = value * factor / sum;
             }

@@ -55,8 +55,8 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         num_rows,
         padded_rows: Groups::padded(num_rows),
         num_groups: Groups::count(num_rows),
-        acc_len: call.value_order.len(),
-        lanes: call.kernels.lanes,
+        acc_len: call.few.value_order.len(),
+        lanes: call.few.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
         item.start(scratch);
@@ -80,20 +80,20 @@ impl Item<'_> {
         scratch.acc.floats(num_heads * self.padded_rows * self.acc_len).fill(0.0);
         scratch.scores.floats(self.padded_rows * STRIP_TOKENS);
         scratch.slopes.floats(2 * self.lanes);
-        let head_len = self.padded_rows * self.call.q_len;
+        let head_len = self.padded_rows * self.call.few.q_len;
         let q = scratch.q.floats(num_heads * head_len);
         q.fill(0.0);
         for (kv_head, q) in self.tile().kv_heads.clone().zip(q.chunks_exact_mut(head_len)) {
-            self.pack_queries(kv_head, scratch.row.floats(self.call.q_len), q);
+            self.pack_queries(kv_head, scratch.row.floats(self.call.few.q_len), q);
         }
     }
 
     /// Lays out the queries of a KV head: per group `[vector][row]`.
     fn pack_queries(&self, kv_head: usize, row: &mut [f32], q: &mut [f32]) {
         for group in Groups::of(self.num_rows) {
-            let q = &mut q[group.first * self.call.q_len..];
+            let q = &mut q[group.first * self.call.few.q_len..];
             for i in 0..group.rows.min(self.num_rows - group.first) {
-                self.call.pack_query(self.tile(), kv_head, group.first + i, row);
+                self.call.pack_query(&self.call.few, self.tile(), [kv_head, group.first + i], row);
                 for (vector, cells) in row.chunks_exact(self.lanes).enumerate() {
                     let at = (vector * group.rows + i) * self.lanes;
                     q[at..at + self.lanes].copy_from_slice(cells);
@@ -140,11 +140,11 @@ impl Item<'_> {
             };
             let keys = strip(&call.operands.k_cache, now.keys.as_ptr(), next.keys.as_ptr());
             let values = strip(&call.operands.v_cache, now.values.as_ptr(), next.values.as_ptr());
-            let q = scratch.q.start().wrapping_add(index * self.padded_rows * self.call.q_len);
+            let q = scratch.q.start().wrapping_add(index * self.padded_rows * self.call.few.q_len);
             let scores = scratch.scores.start();
             // SAFETY: the kernels are those of this processor; `start` made room for all rows, and the blocks of the
             // strip were checked.
-            unsafe { (call.kernels.keys.score)(q.cast(), self.num_rows, &keys, scores) };
+            unsafe { (call.few.kernels.keys.score)(q.cast(), self.num_rows, &keys, scores) };
             self.soften(scratch, index, kv_head, &now.tokens, bits);
             self.weigh(scratch, index, &values, visibility);
         }
@@ -164,7 +164,7 @@ impl Item<'_> {
     }
 
     fn soften(&self, scratch: &mut Scratch, index: usize, kv_head: usize, tokens: &Range<usize>, bits: *const u64) {
-        let rule = self.call.rule(kv_head);
+        let rule = self.call.rule(&self.call.few, kv_head);
         for group in Groups::of(self.num_rows) {
             let tokens_per_step = self.lanes / group.rows;
             let has_slopes = self.fill_slopes(scratch, kv_head, group.first, group.rows, tokens.start);
@@ -184,7 +184,7 @@ impl Item<'_> {
                 words: 1,
             };
             // SAFETY: the kernels are those of this processor, and `start` made room for the state of every group.
-            unsafe { (self.call.kernels.values.soften)(&scores) };
+            unsafe { (self.call.few.kernels.values.soften)(&scores) };
         }
     }
 
@@ -215,7 +215,9 @@ impl Item<'_> {
         // SAFETY: the rows of the strip can be read.
         if visibility == Visibility::All || unsafe { self.is_strip_finite(values) } {
             // SAFETY: as for the scores in `fold_strip`.
-            unsafe { (call.kernels.values.weigh)(acc, self.acc_len, self.num_rows, weights.cast(), shrink, values) };
+            unsafe {
+                (call.few.kernels.values.weigh)(acc, self.acc_len, self.num_rows, weights.cast(), shrink, values);
+            };
             return;
         }
         for group in Groups::of(self.num_rows) {
@@ -224,7 +226,7 @@ impl Item<'_> {
                 let row = group.first + i;
                 let layout = WeightLayout {
                     weights: weights.wrapping_add(group.first * STRIP_TOKENS),
-                    is_paired: call.kernels.values.is_paired,
+                    is_paired: call.few.kernels.values.is_paired,
                     lanes: self.lanes,
                     tokens,
                     row: i,
@@ -234,7 +236,7 @@ impl Item<'_> {
                 unsafe {
                     let acc = std::slice::from_raw_parts_mut(acc.add(row * self.acc_len), self.acc_len);
                     let shrink = shrink.add(group.index * self.lanes + i * tokens).read();
-                    add_visible(call, acc, shrink, &layout, bits, (values.rows, values.offset));
+                    add_visible(call, &call.few, acc, shrink, &layout, bits, (values.rows, values.offset));
                 }
             }
         }
@@ -263,7 +265,7 @@ impl Item<'_> {
                     let at = (index * self.padded_rows + row) * self.acc_len;
                     let sum = sum[lane..lane + tokens].iter().sum();
                     let result = Row { max: max[lane], sum, acc: &acc[at..at + self.acc_len] };
-                    self.call.deliver(self.work, kv_head, row, &result);
+                    self.call.deliver(&self.call.few, self.work, [kv_head, row], &result);
                 }
             }
         }

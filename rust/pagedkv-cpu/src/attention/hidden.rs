@@ -4,7 +4,7 @@
 use half::bf16;
 
 use super::MAX_HEAD_DIM;
-use super::call::Call;
+use super::call::{Call, Path};
 use crate::convert::load;
 
 /// Where the weights of a row lie.
@@ -45,6 +45,7 @@ impl WeightLayout {
 /// The weights were written and the rows can be read, for all tokens whose bit is set.
 pub(super) unsafe fn add_visible(
     call: &Call<'_>,
+    path: &Path,
     acc: &mut [f32],
     shrink: f32,
     layout: &WeightLayout,
@@ -61,9 +62,9 @@ pub(super) unsafe fn add_visible(
         // SAFETY: the caller's promise.
         let weight = unsafe {
             load(dtype, values.0.add(token).read().offset(values.1).cast(), row);
-            layout.weight(token) / call.kernels.values.scale
+            layout.weight(token) / path.kernels.values.scale
         };
-        for (a, element) in acc.iter_mut().zip(&call.value_order) {
+        for (a, element) in acc.iter_mut().zip(&path.value_order) {
             if let Some(value) = row.get(*element) {
                 *a += weight * value;
             }

@@ -9,7 +9,7 @@ use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
 use super::tokens::{TokenRows, Visibility, head_offset, is_finite, visible_bits};
-use crate::kernels::{BLOCK_ROWS, Panel, Product, Scores};
+use crate::kernels::{Panel, Product, Scores};
 use crate::view::View;
 
 /// Keys that are laid out together.
@@ -57,9 +57,9 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         call,
         work,
         num_rows,
-        padded_rows: num_rows.next_multiple_of(BLOCK_ROWS),
-        acc_len: call.value_order.len(),
-        lanes: call.kernels.lanes,
+        padded_rows: num_rows.next_multiple_of(call.many.kernels.block_rows),
+        acc_len: call.many.value_order.len(),
+        lanes: call.many.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
         item.start(scratch);
@@ -85,14 +85,14 @@ impl Item<'_> {
         scratch.shrink.floats(self.padded_rows * self.lanes).fill(1.0);
         scratch.acc.floats(self.padded_rows * self.acc_len).fill(0.0);
         scratch.scores.floats(self.padded_rows * TILE_TOKENS);
-        scratch.keys.floats(TILE_TOKENS * self.call.q_len);
+        scratch.keys.floats(TILE_TOKENS * self.call.many.q_len);
         scratch.values.floats(TILE_TOKENS * self.acc_len);
-        scratch.stage.floats(self.lanes * self.call.q_len).fill(0.0);
+        scratch.stage.floats(self.lanes * self.call.many.q_len).fill(0.0);
         scratch.slopes.floats(2 * self.lanes);
-        let q = scratch.q.floats(self.padded_rows * self.call.q_len);
+        let q = scratch.q.floats(self.padded_rows * self.call.many.q_len);
         q.fill(0.0);
-        for (row, q) in q.chunks_exact_mut(call.q_len).take(self.num_rows).enumerate() {
-            call.pack_query(self.tile(), self.kv_head(), row, q);
+        for (row, q) in q.chunks_exact_mut(call.many.q_len).take(self.num_rows).enumerate() {
+            call.pack_query(&call.many, self.tile(), [self.kv_head(), row], q);
         }
     }
 
@@ -115,7 +115,7 @@ impl Item<'_> {
         let sequence = &call.plan.sequences[self.tile().sequence];
         scratch.bits.resize(queries.len() * WORDS, 0);
         let visibility = visible_bits(sequence, queries, &tokens.tokens, WORDS, &mut scratch.bits);
-        let is_whole = visibility == Visibility::All && tokens.tokens.len().is_multiple_of(self.lanes);
+        let is_whole = visibility == Visibility::All && tokens.tokens.len().is_multiple_of(self.block_tokens());
         let ends = self.block_ends(&scratch.bits);
         self.pack(scratch, tokens);
         self.multiply_keys(scratch, &ends, tokens.tokens.len());
@@ -136,12 +136,15 @@ impl Item<'_> {
             let last = words.iter().rposition(|word| *word != 0);
             last.map_or(0, |i| i * 64 + 64 - words[i].leading_zeros() as usize)
         };
-        let block = |first: usize| (first..(first + BLOCK_ROWS).min(self.num_rows)).map(end_of).max().unwrap_or(0);
-        (0..self.padded_rows).step_by(BLOCK_ROWS).map(block).collect()
+        let block = |first: usize| {
+            (first..(first + self.call.many.kernels.block_rows).min(self.num_rows)).map(end_of).max().unwrap_or(0)
+        };
+        (0..self.padded_rows).step_by(self.call.many.kernels.block_rows).map(block).collect()
     }
 
     fn pack(&self, scratch: &mut Scratch, tokens: &TokenRows<TILE_TOKENS>) {
-        let Call { operands, kernels, plan, .. } = self.call;
+        let Call { operands, plan, .. } = self.call;
+        let kernels = &self.call.many.kernels;
         let panel = |cache: &View<4>, rows: &[*const u8], cells: *mut f32, steps: usize, stage: *mut f32| Panel {
             rows: rows.as_ptr(),
             len: tokens.tokens.len(),
@@ -153,7 +156,7 @@ impl Item<'_> {
         };
         let stage = scratch.stage.start();
         let cells = scratch.keys.start();
-        let keys = panel(&operands.k_cache, &tokens.keys, cells, self.call.q_len, stage);
+        let keys = panel(&operands.k_cache, &tokens.keys, cells, self.call.many.q_len, stage);
         let cells = scratch.values.start();
         let values = panel(&operands.v_cache, &tokens.values, cells, self.value_steps(TILE_TOKENS), stage);
         // SAFETY: the kernels are those of this processor, `start` made room, and the blocks of the tile were checked.
@@ -161,11 +164,29 @@ impl Item<'_> {
             (kernels.keys.pack)(&keys);
             (kernels.values.pack)(&values);
         }
+        if !tokens.tokens.len().is_multiple_of(self.block_tokens()) {
+            self.clear_values(scratch, tokens.tokens.len());
+        }
+    }
+
+    /// Tokens that a product takes whole.
+    fn block_tokens(&self) -> usize {
+        self.call.many.kernels.block_tokens
+    }
+
+    /// Clears the values behind the last token that a product takes along.
+    fn clear_values(&self, scratch: &mut Scratch, len: usize) {
+        let steps = self.value_steps(len)..self.value_steps(len.next_multiple_of(self.block_tokens()));
+        let cells = scratch.values.floats(TILE_TOKENS * self.acc_len);
+        for column in cells.chunks_exact_mut(self.value_steps(TILE_TOKENS) * self.lanes).take(self.acc_len / self.lanes)
+        {
+            column[steps.start * self.lanes..steps.end * self.lanes].fill(0.0);
+        }
     }
 
     /// Steps that so many tokens are in a product with values.
     fn value_steps(&self, tokens: usize) -> usize {
-        if self.call.kernels.values.is_paired { tokens.div_ceil(2) } else { tokens }
+        if self.call.many.kernels.values.is_paired { tokens.div_ceil(2) } else { tokens }
     }
 
     fn multiply_keys(&self, scratch: &mut Scratch, ends: &[usize], len: usize) {
@@ -173,10 +194,10 @@ impl Item<'_> {
         scratch.limits.extend(ends.iter().map(|end| end.div_ceil(self.lanes)));
         let product = Product {
             a: scratch.q.start().cast(),
-            a_stride: self.call.q_len * 4,
+            a_stride: self.call.many.q_len * 4,
             num_rows: self.padded_rows,
             b: scratch.keys.start().cast_const(),
-            b_steps: self.call.q_len,
+            b_steps: self.call.many.q_len,
             num_columns: len.div_ceil(self.lanes),
             c: scratch.scores.start(),
             c_stride: TILE_TOKENS,
@@ -184,14 +205,14 @@ impl Item<'_> {
             limits: scratch.limits.as_ptr(),
         };
         // SAFETY: the kernels are those of this processor, and `start` made room.
-        unsafe { (self.call.kernels.keys.product)(&product) };
+        unsafe { (self.call.many.kernels.keys.product)(&product) };
     }
 
     fn soften(&self, scratch: &mut Scratch, ends: &[usize], tokens: &Range<usize>, is_whole: bool) {
         let group = self.call.plan.cut.group;
-        let rule = self.call.rule(self.kv_head());
+        let rule = self.call.rule(&self.call.many, self.kv_head());
         for row in 0..self.num_rows {
-            let end = ends[row / BLOCK_ROWS];
+            let end = ends[row / self.call.many.kernels.block_rows];
             if end == 0 {
                 continue;
             }
@@ -200,7 +221,7 @@ impl Item<'_> {
             let bits = scratch.bits.as_ptr().wrapping_add(row / group * WORDS);
             let scores = Scores {
                 values: scratch.scores.start().wrapping_add(row * TILE_TOKENS),
-                num_steps: end.div_ceil(self.lanes),
+                num_steps: end.next_multiple_of(self.block_tokens()) / self.lanes,
                 rows: 1,
                 max: scratch.max.start().wrapping_add(row * self.lanes),
                 sum: scratch.sum.start().wrapping_add(row * self.lanes),
@@ -212,7 +233,7 @@ impl Item<'_> {
                 words: WORDS,
             };
             // SAFETY: the kernels are those of this processor, and `start` made room for the state of every row.
-            unsafe { (self.call.kernels.values.soften)(&scores) };
+            unsafe { (self.call.many.kernels.values.soften)(&scores) };
         }
     }
 
@@ -247,7 +268,7 @@ impl Item<'_> {
             limits: scratch.limits.as_ptr(),
         };
         // SAFETY: the kernels are those of this processor, and `start` made room.
-        unsafe { (self.call.kernels.values.product)(&product) };
+        unsafe { (self.call.many.kernels.values.product)(&product) };
     }
 
     /// As `multiply_values`, over the tokens that each row sees alone.
@@ -264,14 +285,22 @@ impl Item<'_> {
             }
             let layout = WeightLayout {
                 weights: weights.wrapping_add(row * TILE_TOKENS),
-                is_paired: self.call.kernels.values.is_paired,
+                is_paired: self.call.many.kernels.values.is_paired,
                 lanes: self.lanes,
                 tokens: self.lanes,
                 row: 0,
             };
             // SAFETY: the weights of every token that the row sees were written, and the blocks of the tile were checked.
             unsafe {
-                add_visible(self.call, acc, shrink[row * self.lanes], &layout, bits, (tokens.values.as_ptr(), offset));
+                add_visible(
+                    self.call,
+                    &self.call.many,
+                    acc,
+                    shrink[row * self.lanes],
+                    &layout,
+                    bits,
+                    (tokens.values.as_ptr(), offset),
+                );
             }
         }
     }
@@ -293,7 +322,7 @@ impl Item<'_> {
         for (row, acc) in acc.chunks_exact(self.acc_len).take(self.num_rows).enumerate() {
             let lanes = row * self.lanes..(row + 1) * self.lanes;
             let result = Row { max: max[lanes.start], sum: sum[lanes].iter().sum(), acc };
-            self.call.deliver(self.work, self.kv_head(), row, &result);
+            self.call.deliver(&self.call.many, self.work, [self.kv_head(), row], &result);
         }
     }
 }

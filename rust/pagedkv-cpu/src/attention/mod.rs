@@ -25,11 +25,11 @@ use std::cell::RefCell;
 
 use crate::error::Result;
 use crate::isa::Isa;
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Rows};
 use crate::threads;
 use crate::view::View;
 use buffer::Buffer;
-use call::{Call, Workspace};
+use call::{Call, Path, Workspace};
 use plan::Plan;
 
 /// `head_dim` is a multiple of this.
@@ -111,11 +111,11 @@ pub fn paged_attention(
     let cut = check::check_operands(operands, options, threads)?;
     let plan = Plan::new(batch, &cut)?;
     check::check_trees(operands, batch)?;
-    let kernels = Kernels::new(isa, operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype());
+    let dtypes = [operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype()];
+    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes), cut.head_dim));
     WORKSPACE.with_borrow_mut(|workspace| {
-        let row_len = Call::row_len(&kernels.values.order(cut.head_dim, kernels.lanes));
-        let rows = workspace.floats(plan.split.num_partial_rows * row_len).as_mut_ptr();
-        run(&Call::new(operands, options, &plan, kernels, Workspace { rows }), threads);
+        let rows = workspace.floats(plan.split.num_partial_rows * paths[0].row_len()).as_mut_ptr();
+        run(&Call::new(operands, options, &plan, paths, Workspace { rows }), threads);
     });
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! The table of kernels: one function per instruction set and element type, each enabling its instructions.
 
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::panels::{self, KeyCells, PackFn, Panel, ValueCells};
 use super::product::{self, Cells, Product, ProductFn};
 use super::score::{self, KeyForm};
@@ -39,35 +41,62 @@ pub(crate) struct ValueKernels {
     dtype: DType,
 }
 
+/// Whether keys and values are read where they lie, or laid out first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rows {
+    /// The kernels `score` and `weigh`.
+    Few,
+    /// The kernels `pack` and `product`.
+    Many,
+}
+
 /// The kernels for one combination of element types.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernels {
     /// Lanes of a vector.
     pub(crate) lanes: usize,
+    /// Rows that a product is made of, and tokens that it takes whole.
+    pub(crate) block_rows: usize,
+    pub(crate) block_tokens: usize,
     pub(crate) keys: KeyKernels,
     pub(crate) values: ValueKernels,
 }
 
 impl Kernels {
-    /// Chooses by instruction set and element types.
+    /// Chooses by instruction set, number of rows and element types.
     ///
     /// # Panics
     ///
     /// If this processor lacks the instructions, or the cache is of no floating type.
-    pub(crate) fn new(isa: Isa, q: DType, k: DType, v: DType) -> Self {
+    pub(crate) fn new(isa: Isa, rows: Rows, [q, k, v]: [DType; 3]) -> Self {
         assert!(isa.is_available(), "broken law: kernels for {} on a processor without it", isa.name());
+        let of = |lanes: usize, keys: KeyKernels, values: ValueKernels| Self {
+            lanes,
+            block_rows: product::BLOCK_ROWS,
+            block_tokens: lanes,
+            keys,
+            values,
+        };
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => Self {
-                keys: if q == DType::BF16 && k == q { paired::keys() } else { avx512::keys(k) },
-                values: if q == DType::BF16 && v == q { paired::values() } else { avx512::values(v) },
+            Isa::Amx if rows == Rows::Many && [q, k, v] == [DType::BF16; 3] => Self {
+                block_rows: amx::BLOCK_ROWS,
+                block_tokens: amx::TOKENS,
+                keys: KeyKernels { product: amx::multiply, ..paired::keys() },
+                values: ValueKernels { product: amx::multiply, ..paired::values() },
                 lanes: Avx512::LANES,
             },
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Self { keys: avx512::keys(k), values: avx512::values(v), lanes: Avx512::LANES },
+            Isa::Avx512Bf16 => of(
+                Avx512::LANES,
+                if [q, k] == [DType::BF16; 2] { paired::keys() } else { avx512::keys(k) },
+                if [q, v] == [DType::BF16; 2] { paired::values() } else { avx512::values(v) },
+            ),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self { keys: avx2::keys(k), values: avx2::values(v), lanes: Avx2::LANES },
-            _ => Self { keys: portable::keys(k), values: portable::values(v), lanes: Portable::LANES },
+            Isa::Avx512 | Isa::Amx => of(Avx512::LANES, avx512::keys(k), avx512::values(v)),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => of(Avx2::LANES, avx2::keys(k), avx2::values(v)),
+            _ => of(Portable::LANES, portable::keys(k), portable::values(v)),
         }
     }
 }

@@ -12,6 +12,8 @@
     reason = "loads and stores of vectors are unaligned, and cells start where cells start"
 )]
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod dispatch;
 mod panels;
 mod product;
@@ -19,9 +21,11 @@ mod score;
 mod soften;
 mod weigh;
 
-pub(crate) use dispatch::Kernels;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use amx::is_available as is_amx_available;
+pub(crate) use dispatch::{Kernels, Rows};
 pub(crate) use panels::Panel;
-pub(crate) use product::{BLOCK_ROWS, Product};
+pub(crate) use product::Product;
 pub(crate) use soften::{ScoreRule, Scores};
 
 /// Tokens that few rows are scored against before their softmax is carried on; two blocks of the default size.

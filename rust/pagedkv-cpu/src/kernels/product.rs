@@ -7,7 +7,7 @@ pub(crate) const BLOCK_ROWS: usize = 6;
 
 /// `c = c * shrink + a . b`, or `c = a . b` without `shrink`.
 pub(crate) struct Product {
-    /// Rows of 32-bit cells, one per step; a multiple of [`BLOCK_ROWS`] of them.
+    /// Rows of 32-bit cells, one per step, in whole blocks.
     pub(crate) a: *const u8,
     /// Bytes from one row of `a` to the next.
     pub(crate) a_stride: usize,
