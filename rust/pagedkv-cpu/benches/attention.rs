@@ -207,7 +207,7 @@ fn run_case(case: &Case, pool: &mut [u64], threads: usize, repeats: usize) {
         },
         |i| {
             if !is_resident || i == 1 {
-                reads.push(read_seconds(&pool[(i % 8) << 23..][..1 << 23], threads))
+                reads.push(read_seconds(&pool[(i % 8) << 23..][..1 << 23], threads));
             }
         },
     );

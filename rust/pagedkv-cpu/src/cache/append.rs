@@ -152,16 +152,21 @@ impl Rows<'_> {
         let Self { src, cache, .. } = self;
         let [_, num_heads, head_dim] = src.shape();
         let block_size = cache.shape()[2];
-        for head in 0..num_heads {
-            for i in 0..len {
-                let from = src.at([token + i, head, 0]);
-                let to = cache.at([slot / block_size, head, slot % block_size + i, 0]);
-                if src.dtype() == cache.dtype() {
-                    let bytes = head_dim * src.dtype().size_bytes();
+        let is_same = src.dtype() == cache.dtype();
+        let bytes = head_dim * src.dtype().size_bytes();
+        let from_step = src.strides()[1] as isize * src.dtype().size_bytes() as isize;
+        let to_step = cache.strides()[1] as isize * cache.dtype().size_bytes() as isize;
+        for i in 0..len {
+            let from = src.at([token + i, 0, 0]).cast::<u8>();
+            let to = cache.at([slot / block_size, 0, slot % block_size + i, 0]).cast::<u8>();
+            for head in 0..num_heads {
+                let from = from.wrapping_offset(head as isize * from_step);
+                let to = to.wrapping_offset(head as isize * to_step);
+                if is_same {
                     // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
-                    unsafe { to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes) };
+                    unsafe { to.copy_from_nonoverlapping(from, bytes) };
                 } else {
-                    self.convert(from, to, head);
+                    self.convert(from.cast(), to.cast(), head);
                 }
             }
         }

@@ -5,6 +5,7 @@ mod copy;
 mod gather;
 mod move_kv;
 mod pairs;
+mod stream;
 mod swap;
 mod table;
 

@@ -160,9 +160,10 @@ pub(super) unsafe fn pack_values<V: Vector, F: ValueCells<V>>(panel: &Panel) {
     for token in (0..panel.len).step_by(F::TOKENS) {
         // SAFETY: the caller's promise.
         unsafe {
-            let row = |token: usize| panel.rows.add(token).read().offset(panel.offset);
-            let second = if token + 1 < panel.len { row(token + 1) } else { std::ptr::null() };
-            let rows = [row(token), second];
+            let mut rows = [panel.rows.add(token).read().offset(panel.offset), std::ptr::null()];
+            if token + 1 < panel.len {
+                rows[1] = panel.rows.add(token + 1).read().offset(panel.offset);
+            }
             let mut to = panel.cells.add(token / F::TOKENS * V::LANES);
             for unit in 0..panel.row_bytes / V::UNIT_BYTES {
                 to = to.add(stride * F::cells(rows, unit * V::UNIT_BYTES, 0, to, stride));

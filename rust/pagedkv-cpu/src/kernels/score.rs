@@ -130,10 +130,12 @@ unsafe fn score_group<
     for step in 0..strip.len.div_ceil(TOKENS) {
         // SAFETY: the caller's promise; a strip has STRIP_TOKENS addresses, a multiple of TOKENS.
         unsafe {
-            let rows: [*const u8; TOKENS] =
-                std::array::from_fn(|i| strip.rows.add(step * TOKENS + i).read().offset(strip.offset));
-            let next: [*const u8; TOKENS] =
-                std::array::from_fn(|i| strip.next.add(step * TOKENS + i).read().wrapping_offset(strip.offset));
+            // Loops, not `array::from_fn`: a closure that is not inlined cannot use the instructions.
+            let (mut rows, mut next) = ([std::ptr::null::<u8>(); TOKENS], [std::ptr::null::<u8>(); TOKENS]);
+            for i in 0..TOKENS {
+                rows[i] = strip.rows.add(step * TOKENS + i).read().offset(strip.offset);
+                next[i] = strip.next.add(step * TOKENS + i).read().wrapping_offset(strip.offset);
+            }
             let mut sums = [V::splat(0.0); N];
             for unit in 0..units {
                 let at = unit * V::UNIT_BYTES;

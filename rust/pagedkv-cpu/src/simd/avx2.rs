@@ -25,9 +25,9 @@ unsafe fn lanes(bits: u32) -> __m256 {
 #[inline(always)]
 unsafe fn e4m3_words(words: __m256i) -> __m256i {
     let shifted = _mm256_and_si256(_mm256_srai_epi16::<1>(words), _mm256_set1_epi16(0xbf80_u16 as i16));
-    let largest = _mm256_set1_epi16(0x3f80);
-    let is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(shifted, largest), largest);
-    _mm256_or_si256(shifted, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)))
+    // A carry out of the largest magnitude alone makes the exponent all ones.
+    let carry = _mm256_and_si256(_mm256_add_epi16(shifted, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+    _mm256_or_si256(shifted, carry)
 }
 
 #[inline(always)]

@@ -17,10 +17,11 @@ pub(crate) struct Avx512(__m512);
 /// Words that hold a byte in their upper half become float16, 2^-8 times as large; the only NaN stays one.
 #[inline(always)]
 unsafe fn e4m3_words(words: __m512i) -> __m512i {
+    const AND_OR: i32 = 0xea; // a & b | c
     let shifted = _mm512_and_si512(_mm512_srai_epi16::<1>(words), _mm512_set1_epi16(0xbf80_u16 as i16));
-    let largest = _mm512_set1_epi16(0x3f80);
-    let is_nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(shifted, largest), largest);
-    _mm512_mask_mov_epi16(shifted, is_nan, _mm512_set1_epi16(0x7e00))
+    // A carry out of the largest magnitude alone makes the exponent all ones.
+    let sum = _mm512_add_epi16(shifted, _mm512_set1_epi16(0x80));
+    _mm512_ternarylogic_epi32::<AND_OR>(sum, _mm512_set1_epi16(0x4000), shifted)
 }
 
 #[inline(always)]
