@@ -129,13 +129,15 @@ fn isas_agree_in_fp8() {
 #[test]
 fn an_isa_that_is_not_there_is_refused() {
     let Some(isa) = Isa::ALL.into_iter().find(|isa| !isa.is_available()) else { return };
-    let mut number = vec![0_f32; 64];
+    let mut rows = [[0_f32; 8]; 4];
     let mut table = [0_i32];
+    let [q, k, v, out] = &mut rows;
+    let cache = [1, 1, 1, 8];
     let operands = Operands::new(
-        view(&mut number[..8], DType::F32, [1, 1, 8]),
-        view(&mut vec![0_f32; 8], DType::F32, [1, 1, 1, 8]),
-        view(&mut vec![0_f32; 8], DType::F32, [1, 1, 1, 8]),
-        view(&mut vec![0_f32; 8], DType::F32, [1, 1, 8]),
+        view(q, DType::F32, [1, 1, 8]),
+        view(k, DType::F32, cache),
+        view(v, DType::F32, cache),
+        view(out, DType::F32, [1, 1, 8]),
     );
     let block_table = view(&mut table, DType::I32, [1, 1]);
     let batch = Batch { block_table, rows: None, seq_lens: &[1], query_start_loc: &[0, 1], tree_mask: None };
