@@ -50,6 +50,8 @@ __all__ = [
     "default_num_threads",
     "from_dlpack",
     "gather_kv",
+    "instruction_sets",
+    "merge_states",
     "move_kv",
     "num_gathered_tokens",
     "paged_attention",
@@ -845,7 +847,15 @@ class Tensor:
 
 def from_dlpack(obj: Any, dtype: str | None = None, *, argument: str = "obj") -> Tensor: ...
 def append_kv(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, *, num_threads: int | None = None
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slot_mapping: Any,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    num_threads: int | None = None,
 ) -> None: ...
 def copy_blocks(pool: Any, pairs: Any, *, num_threads: int | None = None) -> None: ...
 def swap_blocks(source: Any, destination: Any, pairs: Any, *, num_threads: int | None = None) -> None: ...
@@ -877,9 +887,16 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     tree_mask: Any = None,
     tree_mask_start_loc: Any = None,
     num_threads: int | None = None,
 ) -> None: ...
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *, num_threads: int | None = None
+) -> None: ...
+def instruction_sets() -> list[str]: ...
 def default_num_threads() -> int: ...

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv import reference
+from pagedkv.attention import instruction_sets, paged_attention
+
 NUM_LAYERS = 3
 LAYER = 1
 POISONED_IDS = (-1, 2**31 - 1, -(2**31))
@@ -98,6 +101,42 @@ def make_batch(
     query_start_loc = torch.tensor(np.cumsum([0, *num_queries]), dtype=torch.int32)
     seq_lens = torch.tensor([length for length, _ in sequences], dtype=torch.int32)
     return Batch(q, k_cache, v_cache, table, seq_lens, query_start_loc, rows, pool)
+
+
+def name(dtype):
+    """Return the name of a torch element type."""
+    return str(dtype).removeprefix("torch.")
+
+
+def assert_matches_oracle(batch, **options):
+    """Compare with float64, within twice the error of the same precision and four roundings.
+
+    FP8 says how keys and values are stored; weights are as exact as queries.
+    """
+    out, lse = paged_attention(*batch.arrays(), return_lse=True, **options)
+    arrays = batch.oracle_arrays()
+    options = {key: value.double().numpy() if torch.is_tensor(value) else value for key, value in options.items()}
+    want, want_lse = reference.paged_attention(*arrays, return_lse=True, **options)
+    stored = batch.k_cache.dtype
+    precision = name(batch.q.dtype if stored.itemsize == 1 else stored)
+    same = reference.paged_attention_same_precision(*arrays, dtype=precision, **options)
+    v = batch.used(batch.v_cache.double()).numpy() * np.abs(options.get("v_scale", np.ones(1))).max()
+    tolerance = reference.attention_tolerance(want, same, v, name(out.dtype))
+    np.testing.assert_allclose(out.double().numpy(), want, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(name="assert_matches_oracle")
+def assert_matches_oracle_fixture():
+    """Return the function that compares attention with the oracle."""
+    return assert_matches_oracle
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request, monkeypatch):
+    """Force each instruction set that this processor has."""
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
+    return request.param
 
 
 @pytest.fixture(name="make_batch")

@@ -59,6 +59,50 @@ def test_append_kv_keeps_the_later_token_when_a_slot_comes_twice(caches):
     assert torch.equal(v_cache[1, :, 4], v[1])
 
 
+@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
+def test_append_kv_keeps_the_last_token_of_each_slot_when_there_are_many(make_pool, num_threads):
+    pool = make_pool(40, HEADS, BLOCK_SIZE, 128)
+    k, v = torch.randn(2, 2000, HEADS, 128)
+    slots = torch.randint(-1, 40 * BLOCK_SIZE, (2000,))
+    want = pool.numpy().copy()
+    reference.append_kv(k.numpy(), v.numpy(), want[:, 1, 0], want[:, 1, 1], slots.numpy())
+    append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
+    np.testing.assert_array_equal(pool.numpy(), want)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4], indirect=True)
+def test_append_kv_matches_oracle_when_runs_of_slots_are_split_among_threads(make_pool, num_threads):
+    pool = make_pool(200, HEADS, BLOCK_SIZE, 128, torch.bfloat16)
+    k, v = torch.randn(2, 900, HEADS, 128).bfloat16()
+    slots = (torch.randperm(180)[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+    want = pool.float().numpy()
+    reference.append_kv(k.float().numpy(), v.float().numpy(), want[:, 1, 0], want[:, 1, 1], slots.numpy())
+    append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
+    np.testing.assert_array_equal(pool.float().numpy(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_append_kv_divides_by_the_scale_of_each_head_when_the_cache_is_fp8(make_pool, dtype):
+    pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, dtype)
+    k, v = make_tokens(6)
+    k_scale, v_scale = torch.tensor([0.25, 1.0, 4.0]), torch.tensor([0.5])
+    append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], make_slots(0, 1, 2, 3, 4, 5), k_scale=k_scale, v_scale=v_scale)
+    want_k = (k / k_scale[:, None]).to(dtype).float()
+    want_v = (v / v_scale).to(dtype).float()
+    rows = pool[:2, 1].float().transpose(2, 3)
+    stored = torch.cat([rows[0], rows[1]], dim=1)[:, :6]
+    torch.testing.assert_close(stored[0], want_k, atol=0, rtol=0)
+    torch.testing.assert_close(stored[1], want_v, atol=0, rtol=0)
+
+
+def test_append_kv_stores_the_largest_number_when_fp8_has_no_larger_one(make_pool):
+    pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, torch.float8_e4m3fn)
+    k = torch.full((1, HEADS, HEAD_DIM), 1e6)
+    append_kv(k, -k, pool[:, 1, 0], pool[:, 1, 1], make_slots(0))
+    assert (pool[0, 1, 0, :, 0].float() == 448).all()
+    assert (pool[0, 1, 1, :, 0].float() == -448).all()
+
+
 def test_append_kv_writes_nothing_when_there_are_no_tokens(caches):
     k_cache, v_cache, pool = caches
     append_kv(*make_tokens(0), k_cache, v_cache, make_slots())
@@ -110,7 +154,8 @@ REFUSED = [
         r"k_cache: expected shape \(.*, num_kv_heads=3, .*\), found \(7, 2, 5, 16\)",
     ),
     ("v_cache", lambda a: a[:6], ValueError, r"v_cache: expected shape \(num_blocks=7, .*\), found \(6, 3, 5, 16\)"),
-    ("v_cache", lambda a: a.to(torch.float8_e4m3fn), TypeError, r"v_cache: expected dtype .*, found float8_e4m3fn"),
+    ("v_cache", lambda a: a.int(), TypeError, r"v_cache: expected dtype .*, found int32"),
+    ("k_scale", lambda _: torch.ones(1), ValueError, r"k_scale: expected none beside a cache that is not FP8, found a"),
     (
         "k_cache",
         lambda a: a[:1].expand(7, 3, 5, 16),
@@ -134,7 +179,7 @@ def test_append_kv_names_the_argument_when_it_is_refused(caches, argument, chang
     k_cache, v_cache, pool = caches
     k, v = make_tokens(3)
     arguments = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": make_slots(0, 1, 2)}
-    arguments[argument] = change(arguments[argument])
+    arguments[argument] = change(arguments.get(argument))
     with pytest.raises(error, match=message):
         append_kv(**arguments)
     assert pool.isnan().all()

@@ -7,6 +7,8 @@ import torch
 import pagedkv
 from pagedkv import reference
 
+pytestmark = pytest.mark.usefixtures("isa")
+
 # Parents of the guesses of two trees; -1 for the token before them.
 BUSHY = [-1, -1, 0, 0, 1, 2, 2, 5]
 WIDE = [-1] * 70

@@ -3,8 +3,9 @@
 from typing import Any
 
 from pagedkv.attention import cpu
+from pagedkv.attention.cpu import instruction_sets
 
-__all__ = ["paged_attention"]
+__all__ = ["instruction_sets", "merge_states", "paged_attention"]
 
 
 def paged_attention(
@@ -19,7 +20,10 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     tree_mask: Any = None,
     tree_mask_start_loc: Any = None,
     out: Any = None,
@@ -36,8 +40,9 @@ def paged_attention(
     ----------
     q : array, shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
         Queries, sequence after sequence. `head_dim` is a multiple of 8 up to 512.
-    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
-        One layer of the cache, such as `KVCache.layer` returns.
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache, such as `KVCache.layer` returns: float32, float16, bfloat16, float8_e4m3fn or
+        float8_e5m2.
     block_table : array, shape (num_rows, max_blocks_per_seq), int32
         Block ids. Entries beyond a sequence's length, or wholly before its window, are never read.
     seq_lens : array, shape (num_seqs,), int32
@@ -52,9 +57,13 @@ def paged_attention(
         Keys that a query sees, itself included: those at positions above ``position - sliding_window``.
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    alibi_slopes : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
+        ``slope * (key position - query position)`` is added to the scores, after the cap; not beside a tree.
     sinks : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
         A further score of each query head, neither scaled nor capped, that takes its share of the weights and has no
         value. It counts in `lse` where a query sees a key.
+    k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+        What stored FP8 keys and values must be multiplied by, for all KV heads or each; 1 by default.
     tree_mask : array, uint8, optional
         For draft trees, `StepPlan.tree_mask`: what queries see of their own step. A sequence with ``n`` queries has
         either no bytes or ``n`` rows of ``8 * ceil(n / 64)`` bytes; bit ``k`` of row ``i``, counted from the lowest
@@ -84,7 +93,8 @@ def paged_attention(
     Notes
     -----
     The cost is ``O(num_q_heads * head_dim)`` per pair of a query and a key that it sees. Sums are float32. Results
-    depend neither on the number of threads nor on the rest of the batch. Whatever unused slots hold, NaN included,
+    depend neither on the number of threads nor on the rest of the batch, but on the instruction set, which
+    `PAGEDKV_CPU_ISA` forces. Whatever unused slots hold, NaN included,
     never reaches the result. The number of threads is `PAGEDKV_NUM_THREADS` from the environment, else torch's if
     torch is imported, else the CPUs of the process.
 
@@ -92,6 +102,7 @@ def paged_attention(
     ----------
     Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023.
     Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv:1805.02867.
+    Press, Smith and Lewis, Train Short, Test Long: Attention with Linear Biases, arXiv:2108.12409.
     OpenAI, gpt-oss-120b & gpt-oss-20b Model Card, arXiv:2508.10925: sinks as learned scores.
 
     Examples
@@ -115,9 +126,44 @@ def paged_attention(
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         tree_mask=tree_mask,
         tree_mask_start_loc=tree_mask_start_loc,
         out=out,
         return_lse=return_lse,
     )
+
+
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    """Join the results of two attentions of the same queries over different keys.
+
+    Parameters
+    ----------
+    out_a, out_b : array, shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+        The results, as `paged_attention` returns them.
+    lse_a, lse_b : array, shape (num_tokens, num_q_heads), float32
+        Their natural logarithms of the sum of exponentials.
+
+    Returns
+    -------
+    out, lse : array
+        What attention over both sets of keys would have given, like `out_a` and `lse_a`. A state without keys, its
+        `lse` minus infinity, has no part in it; two of them give 0 and minus infinity.
+
+    Raises
+    ------
+    TypeError, InvalidArgumentError
+        If shapes disagree or an element type is not supported.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> one, lse = np.ones((1, 1, 8), np.float32), np.zeros((1, 1), np.float32)
+    >>> out, both = merge_states(one, lse, 3 * one, lse)
+    >>> float(out.max()), round(float(both[0, 0]), 6)
+    (2.0, 0.693147)
+    """
+    return cpu.merge_states(out_a, lse_a, out_b, lse_b)

@@ -6,17 +6,22 @@ from pagedkv import _core
 from pagedkv.kv_cache.memory import make_like
 
 
-def append_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:
+def append_kv(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, *, k_scale: Any = None, v_scale: Any = None
+) -> None:
     """Write keys and values of new tokens into their slots.
 
     Parameters
     ----------
     k, v : array, shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
         One row per token; converted where the cache is of another type.
-    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
-        One layer of the cache; modified.
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; modified.
     slot_mapping : array, shape (num_tokens,), int64
         ``block * block_size + offset`` of each token; -1 is skipped. Where a slot comes twice, the later token wins.
+    k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+        What keys and values are divided by before they are rounded to FP8, for all KV heads or each; 1 by default.
+        What is too large then becomes the largest number of the type.
 
     Raises
     ------
@@ -32,7 +37,7 @@ def append_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> 
     >>> np.argwhere(cache[1, :, 0, :, 0]).tolist()
     [[1, 1]]
     """
-    _core.append_kv(k, v, k_cache, v_cache, slot_mapping)
+    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def copy_blocks(pool: Any, pairs: Any) -> None:

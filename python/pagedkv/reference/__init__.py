@@ -3,7 +3,12 @@
 Names and arguments are those of the operations. Nothing here is shared with the code it checks.
 """
 
-from pagedkv.reference.attention import attention_tolerance, paged_attention, paged_attention_same_precision
+from pagedkv.reference.attention import (
+    attention_tolerance,
+    merge_states,
+    paged_attention,
+    paged_attention_same_precision,
+)
 from pagedkv.reference.cache import append_kv, copy_blocks, gather_kv, move_kv, swap_blocks
 
 __all__ = [
@@ -11,6 +16,7 @@ __all__ = [
     "attention_tolerance",
     "copy_blocks",
     "gather_kv",
+    "merge_states",
     "move_kv",
     "paged_attention",
     "paged_attention_same_precision",

@@ -24,7 +24,10 @@ def paged_attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     tree_mask: Array | None = None,
     tree_mask_start_loc: Array | None = None,
     return_lse: bool = False,
@@ -51,8 +54,12 @@ def paged_attention(
         A query at position ``p`` sees keys at positions above ``p - sliding_window``.
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
+    alibi_slopes : ndarray, shape (num_q_heads,), optional
+        ``slope * (key position - query position)`` is added to the scores, after the cap.
     sinks : ndarray, shape (num_q_heads,), optional
         A further score of each query head, neither scaled nor capped, with the value 0; not in a row without keys.
+    k_scale, v_scale : ndarray, shape (1,) or (num_kv_heads,), optional
+        What stored keys and values must be multiplied by.
     tree_mask : ndarray, uint8, optional
         What queries see of their own step, for sequences that have rows there: one row of packed bits per query, lowest
         bit first, in whole 64-bit words. The seen tokens of the step stand at successive positions.
@@ -78,7 +85,8 @@ def paged_attention(
     (1.0, 1.098612)
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
-    options = (softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, tree_mask_start_loc))
+    per_head = (alibi_slopes, sinks, k_scale, v_scale)
+    options = (softmax_scale, sliding_window, soft_cap, per_head, (tree_mask, tree_mask_start_loc))
     out, lse = _attention(batch, options, np.float64, lambda weights: weights)
     return (out, lse) if return_lse else out
 
@@ -96,7 +104,10 @@ def paged_attention_same_precision(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: Array | None = None,
     sinks: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     tree_mask: Array | None = None,
     tree_mask_start_loc: Array | None = None,
 ) -> Array:
@@ -111,7 +122,9 @@ def paged_attention_same_precision(
         As for `paged_attention`.
     dtype : {"float32", "float16", "bfloat16"}
         The element type of the cache.
-    softmax_scale, sliding_window, soft_cap, sinks, tree_mask, tree_mask_start_loc : float, int or ndarray, optional
+    softmax_scale, sliding_window, soft_cap, alibi_slopes, sinks : float, int or ndarray, optional
+        As for `paged_attention`.
+    k_scale, v_scale, tree_mask, tree_mask_start_loc : ndarray, optional
         As for `paged_attention`.
 
     Returns
@@ -121,7 +134,8 @@ def paged_attention_same_precision(
     """
     batch = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows)
     bits = _SIGNIFICANT_BITS[dtype]
-    options = (softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, tree_mask_start_loc))
+    per_head = (alibi_slopes, sinks, k_scale, v_scale)
+    options = (softmax_scale, sliding_window, soft_cap, per_head, (tree_mask, tree_mask_start_loc))
     return _attention(batch, options, np.float32, lambda weights: _round(weights, bits))[0]
 
 
@@ -151,6 +165,36 @@ def attention_tolerance(reference: Array, same_precision: Array, v: Array, dtype
     return float(2 * error + 4 * epsilon * np.abs(v).max(initial=0.0))
 
 
+def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Join the results of two attentions of the same queries over different keys, in float64.
+
+    Parameters
+    ----------
+    out_a, out_b : ndarray, shape (num_tokens, num_q_heads, head_dim)
+        The results.
+    lse_a, lse_b : ndarray, shape (num_tokens, num_q_heads)
+        Their natural logarithms of the sum of exponentials.
+
+    Returns
+    -------
+    out, lse : ndarray
+        What attention over both sets of keys would have given.
+
+    Examples
+    --------
+    >>> out, lse = merge_states(np.ones((1, 1, 8)), np.zeros((1, 1)), np.zeros((1, 1, 8)), np.full((1, 1), -np.inf))
+    >>> float(out.min()), float(lse[0, 0])
+    (1.0, 0.0)
+    """
+    lse = np.logaddexp(lse_a.astype(float), lse_b.astype(float))
+    shift = np.where(np.isneginf(lse), 0.0, lse)
+    parts = []
+    for values, of in ((out_a, lse_a), (out_b, lse_b)):
+        weight = np.exp(of - shift)[..., None]
+        parts.append(np.where(weight == 0, 0.0, weight * values))
+    return parts[0] + parts[1], lse
+
+
 def _attention(
     batch: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -158,7 +202,8 @@ def _attention(
     round_weights: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, rows = batch
-    softmax_scale, sliding_window, soft_cap, sinks, (tree_mask, mask_starts) = options
+    softmax_scale, sliding_window, soft_cap, per_head, (tree_mask, mask_starts) = options
+    alibi_slopes, sinks, k_scale, v_scale = per_head
     num_tokens, num_q_heads, head_dim = q.shape
     scale = number(1 / np.sqrt(head_dim) if softmax_scale is None else softmax_scale)
     out = np.zeros((num_tokens, num_q_heads, head_dim), number)
@@ -167,8 +212,8 @@ def _attention(
         row = np.array([sequence if rows is None else rows[sequence]])
         k, v = gather_kv(k_cache, v_cache, block_table, np.array([length]), row)
         # One copy of each KV head per query head that reads it: (length, num_q_heads, head_dim).
-        k = np.repeat(k.astype(number), num_q_heads // k.shape[1], axis=1)
-        v = np.repeat(v.astype(number), num_q_heads // v.shape[1], axis=1)
+        k = np.repeat(_scaled(k.astype(number), k_scale), num_q_heads // k.shape[1], axis=1)
+        v = np.repeat(_scaled(v.astype(number), v_scale), num_q_heads // v.shape[1], axis=1)
         first, last = query_start_loc[sequence], query_start_loc[sequence + 1]
         rows_of_mask = None if tree_mask is None else tree_mask[mask_starts[sequence] : mask_starts[sequence + 1]]
         for token in range(first, last):
@@ -180,6 +225,9 @@ def _attention(
             scores = np.einsum("hd,phd->hp", q[token].astype(number), k[seen]) * scale
             if soft_cap is not None:
                 scores = number(soft_cap) * np.tanh(scores / number(soft_cap))
+            if alibi_slopes is not None:
+                position = length - (last - first) + (token - first)
+                scores += np.outer(alibi_slopes, seen - int(position)).astype(number)
             if sinks is not None:
                 scores = np.column_stack([scores, sinks.astype(number)])
             largest = scores.max(axis=1, keepdims=True)
@@ -189,6 +237,14 @@ def _attention(
             out[token] = np.einsum("hp,phd->hd", round_weights(weights), v[seen]) / total
             lse[token] = (largest + np.log(total))[:, 0]
     return out, lse
+
+
+def _scaled(values: Array, scale: Array | None) -> Array:
+    """Return (length, num_kv_heads, head_dim) times a factor for all KV heads or each."""
+    if scale is None:
+        return values
+    scaled: Array = values * np.asarray(scale, values.dtype)[:, None]
+    return scaled
 
 
 def _seen(length: int, num_queries: int, query: int, rows_of_mask: Array | None) -> Array:

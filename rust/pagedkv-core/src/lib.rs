@@ -60,6 +60,7 @@ mod prefix_cache;
 mod prefix_node;
 mod residency;
 pub mod scheduler;
+pub mod split_kv;
 pub mod stats;
 pub mod step_plan;
 mod table_export;

@@ -8,13 +8,14 @@ use std::slice::{from_raw_parts, from_raw_parts_mut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use crate::fp8;
 use crate::view::DType;
 
 /// Widens `dst.len()` elements that lie one after another at `src`.
 ///
 /// # Panics
 ///
-/// If `dtype` is not computed with.
+/// If `dtype` is no floating type.
 ///
 /// # Safety
 ///
@@ -27,6 +28,11 @@ pub(crate) unsafe fn load(dtype: DType, src: *const c_void, dst: &mut [f32]) {
             DType::F32 => dst.copy_from_slice(from_raw_parts(src.cast::<f32>(), n)),
             DType::F16 => from_raw_parts(src.cast::<f16>(), n).convert_to_f32_slice(dst),
             DType::BF16 => widen_bf16(from_raw_parts(src.cast::<u16>(), n), dst),
+            DType::F8E4M3 | DType::F8E5M2 => {
+                for (d, bits) in dst.iter_mut().zip(from_raw_parts(src.cast::<u8>(), n)) {
+                    *d = fp8::decode(dtype, *bits);
+                }
+            }
             other => panic!("broken law: {} reached a conversion", other.name()),
         }
     }
@@ -36,7 +42,7 @@ pub(crate) unsafe fn load(dtype: DType, src: *const c_void, dst: &mut [f32]) {
 ///
 /// # Panics
 ///
-/// If `dtype` is not computed with.
+/// If `dtype` is no floating type.
 ///
 /// # Safety
 ///
@@ -49,6 +55,11 @@ pub(crate) unsafe fn store(dtype: DType, src: &[f32], dst: *mut c_void) {
             DType::F32 => from_raw_parts_mut(dst.cast::<f32>(), n).copy_from_slice(src),
             DType::F16 => from_raw_parts_mut(dst.cast::<f16>(), n).convert_from_f32_slice(src),
             DType::BF16 => from_raw_parts_mut(dst.cast::<bf16>(), n).convert_from_f32_slice(src),
+            DType::F8E4M3 | DType::F8E5M2 => {
+                for (bits, s) in from_raw_parts_mut(dst.cast::<u8>(), n).iter_mut().zip(src) {
+                    *bits = fp8::encode(dtype, *s);
+                }
+            }
             other => panic!("broken law: {} reached a conversion", other.name()),
         }
     }

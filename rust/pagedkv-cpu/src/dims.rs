@@ -23,6 +23,7 @@ pub const GROUPED_BLOCK_TABLE: [&str; 3] = ["num_groups", "num_rows", "max_block
 pub const VALUES_OUT: [&str; 3] = ["sum(seq_lens)", "num_kv_heads", "head_dim"];
 
 const COMPUTED: &str = "float32, float16 or bfloat16";
+const CACHED: &str = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2";
 
 /// A shape as Python prints it.
 pub fn shape_text<T: std::fmt::Display>(shape: &[T]) -> String {
@@ -89,6 +90,29 @@ pub(crate) fn check_computed<const N: usize>(argument: &'static str, view: &View
         return Ok(());
     }
     Err(Error::DType { argument, expected: COMPUTED, found: view.dtype().name() })
+}
+
+/// Refuses element types that a cache cannot have.
+pub(crate) fn check_cached<const N: usize>(argument: &'static str, view: &View<N>) -> Result<()> {
+    if view.dtype().is_fp8() || view.dtype().is_computed() {
+        return Ok(());
+    }
+    Err(Error::DType { argument, expected: CACHED, found: view.dtype().name() })
+}
+
+/// Refuses scales that do not fit a cache: one for all KV heads or one each, and only where it is FP8.
+pub(crate) fn check_scale(argument: &'static str, scale: &View<1>, cache: &View<4>) -> Result<()> {
+    check_dtype(argument, scale, DType::F32)?;
+    if !cache.dtype().is_fp8() {
+        let expected = "none beside a cache that is not FP8".to_owned();
+        return Err(Error::Value { argument, expected, found: format!("a cache of {}", cache.dtype().name()) });
+    }
+    let num_kv_heads = cache.shape()[1];
+    if scale.shape() == [1] || scale.shape() == [num_kv_heads] {
+        return Ok(());
+    }
+    let expected = format!("(1,) or (num_kv_heads={num_kv_heads},)");
+    Err(Error::Shape { argument, expected, found: shape_text(&scale.shape()) })
 }
 
 /// Refuses every element type but one.

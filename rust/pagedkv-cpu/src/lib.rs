@@ -18,7 +18,7 @@
 //!     let k_cache = View::new(cache.as_mut_ptr().cast(), DType::F32, [4, 1, 16, 8], [128, 128, 8, 1]);
 //!     let row = |data: *mut f32| View::new(data.cast(), DType::F32, [1, 1, 8], [8, 8, 1]);
 //!     let (q, out) = (row(q.as_mut_ptr()), row(out.as_mut_ptr()));
-//!     Operands { q, k_cache, v_cache: k_cache, out, lse: None, sinks: None }
+//!     Operands::new(q, k_cache, k_cache, out)
 //! };
 //! // SAFETY: as above.
 //! let block_table = unsafe { View::new(table.as_mut_ptr().cast(), DType::I32, [1, 2], [2, 1]) };
@@ -33,12 +33,18 @@ mod cache;
 mod convert;
 mod dims;
 mod error;
-mod math;
+mod fp8;
+mod isa;
+mod kernels;
+mod simd;
 mod threads;
 mod view;
 
-pub use attention::{AttentionOptions, Batch, Operands, TreeMask, paged_attention};
-pub use cache::{append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table};
+pub use attention::{AttentionOptions, Batch, Operands, State, TreeMask, merge_states, paged_attention};
+pub use cache::{
+    Scales, append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table,
+};
 pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
 pub use error::{Error, Result};
+pub use isa::{ISA_VARIABLE, Isa};
 pub use view::{DType, Integer, View, are_distinct, extent};

@@ -1,8 +1,9 @@
 //! Persistent worker threads, one pool per thread count.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// Elements touched below which waking a worker costs more than it saves (some 20 us of one core).
@@ -16,7 +17,7 @@ struct Pool {
 
 static POOLS: Mutex<Vec<Pool>> = Mutex::new(Vec::new());
 
-/// Runs `job(0)` to `job(count - 1)`, each once, in any order, on up to `threads` threads.
+/// Runs `job(0)` to `job(count - 1)`, each once, on up to `threads` threads, each of which takes the lowest one left.
 ///
 /// `work` estimates the elements touched by all jobs together; little work stays on the calling thread.
 pub(crate) fn for_each(threads: usize, work: usize, count: usize, job: impl Fn(usize) + Sync) {
@@ -25,7 +26,10 @@ pub(crate) fn for_each(threads: usize, work: usize, count: usize, job: impl Fn(u
         && work >= MIN_PARALLEL_WORK
         && let Some(pool) = pool(threads)
     {
-        pool.install(|| (0..count).into_par_iter().for_each(&job));
+        let next = AtomicUsize::new(0);
+        let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count);
+        let work = || std::iter::from_fn(take).for_each(&job);
+        pool.install(|| (0..threads).into_par_iter().with_max_len(1).for_each(|_| work()));
         return;
     }
     (0..count).for_each(job);

@@ -64,9 +64,14 @@ impl DType {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// Whether the operations compute with it; FP8 waits for scales.
+    /// Whether queries, results and new keys may be of it.
     pub const fn is_computed(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::BF16)
+    }
+
+    /// Whether it is stored with a scale.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, Self::F8E4M3 | Self::F8E5M2)
     }
 }
 

@@ -91,17 +91,14 @@ impl World {
         let tokens = [num_tokens, KV_HEADS * GROUP, HEAD_DIM];
         let cache = [NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM];
         let table = [self.seq_lens.len(), NUM_BLOCKS];
-        let operands = Operands {
-            q: view(&mut self.q, DType::F32, tokens),
-            k_cache: view(&mut self.k, DType::F32, cache),
-            v_cache: view(&mut self.v, DType::F32, cache),
-            out: view(&mut self.out, DType::F32, tokens),
-            lse: Some(view(&mut self.lse, DType::F32, [num_tokens, KV_HEADS * GROUP])),
-            sinks: self.sinks.as_deref_mut().map(|sinks| {
-                let num_heads = sinks.len();
-                view(sinks, DType::F32, [num_heads])
-            }),
-        };
+        let (q, out) = (view(&mut self.q, DType::F32, tokens), view(&mut self.out, DType::F32, tokens));
+        let (k, v) = (view(&mut self.k, DType::F32, cache), view(&mut self.v, DType::F32, cache));
+        let mut operands = Operands::new(q, k, v, out);
+        operands.lse = Some(view(&mut self.lse, DType::F32, [num_tokens, KV_HEADS * GROUP]));
+        operands.sinks = self.sinks.as_deref_mut().map(|sinks| {
+            let num_heads = sinks.len();
+            view(sinks, DType::F32, [num_heads])
+        });
         let batch = Batch {
             block_table: view(&mut self.table, DType::I32, table),
             rows: None,

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use pagedkv_cpu::{DType, Error, View, append_kv, copy_blocks, gather_kv, swap_blocks, update_block_table};
+use pagedkv_cpu::{DType, Error, Scales, View, append_kv, copy_blocks, gather_kv, swap_blocks, update_block_table};
 
 const BLOCKS: usize = 6;
 const HEADS: usize = 2;
@@ -35,7 +35,7 @@ impl Layer {
     fn append(&mut self, tokens: &mut [f32], slots: &[i64]) -> Result<(), Error> {
         let tokens = view(tokens, DType::F32, [slots.len(), HEADS, HEAD_DIM]);
         let (k, v) = (view(&mut self.k, DType::F32, LAYER), view(&mut self.v, DType::F16, LAYER));
-        append_kv(&tokens, &tokens, &k, &v, slots, 1)
+        append_kv(&tokens, &tokens, &k, &v, slots, &Scales::default(), 1)
     }
 
     fn gather(&mut self, table: &mut [i32], len: i32) -> Result<(Vec<f32>, Vec<f32>), Error> {

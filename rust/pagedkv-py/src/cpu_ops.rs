@@ -1,9 +1,6 @@
 //! The operations of the CPU as functions: import the arrays, let go of the interpreter, call.
 
-use pagedkv_cpu::{
-    AttentionOptions, BLOCK_TABLE, Batch, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, LSE, Operands, POOL,
-    QUERIES, SINKS, TreeMask, VALUES_OUT,
-};
+use pagedkv_cpu::{BLOCK_TABLE, CACHE, Error, GROUPED_BLOCK_TABLE, Integer, KEYS, POOL, Scales, VALUES_OUT, View};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -16,7 +13,8 @@ const NUM_THREADS: &str = "PAGEDKV_NUM_THREADS";
 
 /// Writes keys and values of new tokens into their slots; see `pagedkv_cpu::append_kv`.
 #[pyfunction]
-#[pyo3(signature = (k, v, k_cache, v_cache, slot_mapping, *, num_threads=None))]
+#[pyo3(signature = (k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None, num_threads=None))]
+#[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn append_kv(
     py: Python<'_>,
     k: &Bound<'_, PyAny>,
@@ -24,15 +22,22 @@ pub(crate) fn append_kv(
     k_cache: &Bound<'_, PyAny>,
     v_cache: &Bound<'_, PyAny>,
     slot_mapping: &Bound<'_, PyAny>,
+    k_scale: Option<&Bound<'_, PyAny>>,
+    v_scale: Option<&Bound<'_, PyAny>>,
     #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (k, v) = (array("k", k)?, array("v", v)?);
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
     let slots: Vec<i64> = integers("slot_mapping", slot_mapping)?;
+    let (k_scale, v_scale) = (optional("k_scale", k_scale)?, optional("v_scale", v_scale)?);
+    let scales = Scales {
+        k: per_head("k_scale", k_scale.as_ref(), "num_kv_heads")?,
+        v: per_head("v_scale", v_scale.as_ref(), "num_kv_heads")?,
+    };
     let threads = threads(py, num_threads)?;
     let (k_view, v_view) = (k.view("k", KEYS)?, v.view("v", KEYS)?);
     let (k_to, v_to) = (k_cache.view_mut("k_cache", CACHE)?, v_cache.view_mut("v_cache", CACHE)?);
-    py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, threads)).map_err(to_py_err)
+    py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, &scales, threads)).map_err(to_py_err)
 }
 
 /// Copies whole blocks over all layers; see `pagedkv_cpu::copy_blocks`.
@@ -144,66 +149,6 @@ pub(crate) fn update_block_table(
     py.detach(|| pagedkv_cpu::update_block_table(&view, &updates, num_blocks)).map_err(to_py_err)
 }
 
-/// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
-#[pyfunction]
-#[pyo3(signature = (q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *, rows=None, lse=None,
-                    softmax_scale=None, sliding_window=None, soft_cap=None, sinks=None, tree_mask=None,
-                    tree_mask_start_loc=None, num_threads=None))]
-#[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
-pub(crate) fn paged_attention(
-    py: Python<'_>,
-    q: &Bound<'_, PyAny>,
-    k_cache: &Bound<'_, PyAny>,
-    v_cache: &Bound<'_, PyAny>,
-    block_table: &Bound<'_, PyAny>,
-    seq_lens: &Bound<'_, PyAny>,
-    query_start_loc: &Bound<'_, PyAny>,
-    out: &Bound<'_, PyAny>,
-    rows: Option<&Bound<'_, PyAny>>,
-    lse: Option<&Bound<'_, PyAny>>,
-    #[pyo3(from_py_with = crate::args::optional_f32s::softmax_scale)] softmax_scale: Option<f32>,
-    #[pyo3(from_py_with = crate::args::optional_usizes::sliding_window)] sliding_window: Option<usize>,
-    #[pyo3(from_py_with = crate::args::optional_f32s::soft_cap)] soft_cap: Option<f32>,
-    sinks: Option<&Bound<'_, PyAny>>,
-    tree_mask: Option<&Bound<'_, PyAny>>,
-    tree_mask_start_loc: Option<&Bound<'_, PyAny>>,
-    #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
-) -> PyResult<()> {
-    let (q, out) = (array("q", q)?, array("out", out)?);
-    let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
-    let block_table = array("block_table", block_table)?;
-    let lse = lse.map(|lse| array("lse", lse)).transpose()?;
-    let sinks = sinks.map(|sinks| array("sinks", sinks)).transpose()?;
-    let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
-    let query_start_loc: Vec<i32> = integers("query_start_loc", query_start_loc)?;
-    let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
-    let mask_bits: Option<Vec<u8>> = tree_mask.map(|mask| integers("tree_mask", mask)).transpose()?;
-    let mask_starts = tree_mask_start_loc.map(|starts| integers("tree_mask_start_loc", starts)).transpose()?;
-    let mask_starts: Option<Vec<i32>> = mask_starts;
-    let threads = threads(py, num_threads)?;
-    let operands = Operands {
-        q: q.view("q", QUERIES)?,
-        k_cache: k_cache.view("k_cache", CACHE)?,
-        v_cache: v_cache.view("v_cache", CACHE)?,
-        out: out.view_mut("out", QUERIES)?,
-        lse: lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?,
-        sinks: sinks.as_ref().map(|sinks| sinks.view("sinks", SINKS)).transpose()?,
-    };
-    let batch = Batch {
-        block_table: block_table.view("block_table", BLOCK_TABLE)?,
-        rows: rows.as_deref(),
-        seq_lens: &seq_lens,
-        query_start_loc: &query_start_loc,
-        tree_mask: match (&mask_bits, &mask_starts) {
-            (Some(bits), Some(start_loc)) => Some(TreeMask { bits, start_loc }),
-            (None, None) => None,
-            _ => return Err(invalid("tree_mask", "tree_mask and tree_mask_start_loc together", "one of the two")),
-        },
-    };
-    let options = AttentionOptions { softmax_scale, sliding_window, soft_cap };
-    py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads)).map_err(to_py_err)
-}
-
 /// Threads that the operations use where the caller names no number.
 ///
 /// The environment variable `PAGEDKV_NUM_THREADS` decides, else torch if it is imported, else the CPUs of the process.
@@ -225,7 +170,7 @@ pub(crate) fn default_num_threads(py: Python<'_>) -> PyResult<usize> {
     torch.call_method0(intern!(py, "get_num_threads"))?.extract()
 }
 
-fn threads(py: Python<'_>, asked: Option<usize>) -> PyResult<usize> {
+pub(crate) fn threads(py: Python<'_>, asked: Option<usize>) -> PyResult<usize> {
     match asked {
         None => default_num_threads(py),
         Some(0) => Err(invalid("num_threads", "a number above 0", "0")),
@@ -233,8 +178,18 @@ fn threads(py: Python<'_>, asked: Option<usize>) -> PyResult<usize> {
     }
 }
 
-fn array(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Tensor> {
+pub(crate) fn array(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Tensor> {
     import(argument, object, None)
+}
+
+/// As `array`, of an argument that may be left out.
+pub(crate) fn optional(argument: &str, object: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Tensor>> {
+    object.map(|object| array(argument, object)).transpose()
+}
+
+/// One number per head, or one for all.
+pub(crate) fn per_head(argument: &str, tensor: Option<&Tensor>, heads: &str) -> PyResult<Option<View<1>>> {
+    tensor.map(|tensor| tensor.view(argument, [heads])).transpose()
 }
 
 /// The elements of a one-dimensional index array, copied: checked values must not change under a running operation.
@@ -268,7 +223,7 @@ fn check_integers<T: Integer>(argument: &str, tensor: &Tensor) -> PyResult<()> {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "map_err hands it over by value")]
-fn to_py_err(error: Error) -> PyErr {
+pub(crate) fn to_py_err(error: Error) -> PyErr {
     if let Error::DType { .. } = error {
         return PyTypeError::new_err(error.to_string());
     }

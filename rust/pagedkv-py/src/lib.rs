@@ -8,6 +8,7 @@ mod args;
 mod arrays;
 mod chain_hash;
 mod config;
+mod cpu_attention;
 mod cpu_ops;
 mod dlpack;
 mod errors;
@@ -37,9 +38,11 @@ mod _core {
     #[pymodule_export]
     use crate::config::{CacheConfig, GroupSpec, SchedulerConfig, choose_layer_slots};
     #[pymodule_export]
+    use crate::cpu_attention::{instruction_sets, merge_states, paged_attention};
+    #[pymodule_export]
     use crate::cpu_ops::{
-        append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, paged_attention,
-        swap_blocks, update_block_table,
+        append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, swap_blocks,
+        update_block_table,
     };
     #[pymodule_export]
     use crate::dlpack::{Tensor, from_dlpack};

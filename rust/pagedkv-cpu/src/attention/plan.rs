@@ -1,18 +1,21 @@
-//! Cuts a batch into work items whose borders depend on the lengths of each sequence alone.
+//! What is known of a batch before the first key is read: its sequences, checked, and its work items.
 
 use std::ops::Range;
+
+use pagedkv_core::split_kv::{KeySplit, SequenceShape, SplitKvOptions, SplitKvPlan};
 
 use super::batch::{Batch, BlockTable, TreeMask, check_seq_lens};
 use crate::error::Result;
 
-/// Query rows (tokens times query heads per KV head) that share one widened tile of keys.
-const ROWS_PER_TILE: usize = 32;
+/// Query rows of an item that multiplies matrices: they share each tile of keys and values that is laid out.
+const MAX_ROWS: usize = 192;
 
-/// Keys per item of a sequence that is cut along its keys.
-const KEYS_PER_CHUNK: usize = 512;
+/// With at most this many query rows, keys are read where they lie and not laid out first.
+const MAX_SPLIT_ROWS: usize = 32;
 
-/// Sequences with more queries than this have items enough; cutting their keys would only cost partial results.
-const MAX_QUERIES_TO_CUT_KEYS: usize = 16;
+/// Keys per item of a sequence that is cut along its keys: small beside a long context, and so long that the merge of
+/// its pieces costs next to nothing.
+const KEYS_PER_PIECE: usize = 1024;
 
 /// The sizes that decide where a batch is cut.
 #[derive(Clone, Copy, Debug)]
@@ -25,14 +28,15 @@ pub(super) struct Cut {
     pub(super) group: usize,
     pub(super) head_dim: usize,
     pub(super) sliding_window: Option<usize>,
+    pub(super) num_threads: usize,
 }
 
 /// One sequence of the batch, its blocks checked.
 #[derive(Debug)]
 pub(super) struct Sequence {
-    len: usize,
-    /// Its query tokens in the batch.
-    tokens: Range<usize>,
+    shape: SequenceShape,
+    /// Its first query token in the batch.
+    first_token: usize,
     /// Blocks from the one that holds the first visible key on.
     blocks: Vec<u32>,
     /// How many blocks of the sequence come before those.
@@ -40,73 +44,80 @@ pub(super) struct Sequence {
     window: Option<usize>,
     /// Rows of bits that say what queries of a draft tree see of their step; empty for a causal sequence.
     mask: Vec<u8>,
+    /// Whether its rows are few, so that keys are read where they lie.
+    pub(super) is_split: bool,
 }
 
 impl Sequence {
-    /// The keys among which those lie that query `i` sees.
-    fn visible(&self, i: usize) -> Range<usize> {
-        if !self.mask.is_empty() {
-            let end = self.len.saturating_sub(self.tokens.len()) + self.seen_in_step(i).count();
-            return self.window.map_or(0, |window| end.saturating_sub(window))..self.len;
-        }
-        let end = (self.len + i + 1).saturating_sub(self.tokens.len());
-        let start = self.window.map_or(0, |window| end.saturating_sub(window));
-        start..end
+    /// Tokens before the first query.
+    fn context(&self) -> usize {
+        self.shape.len.saturating_sub(self.shape.num_queries)
+    }
+
+    /// The position of query `i`, which may lie before the sequence.
+    pub(super) fn position(&self, i: usize) -> i64 {
+        let context = self.shape.len as i64 - self.shape.num_queries as i64;
+        let seen = if self.mask.is_empty() { i + 1 } else { self.seen_in_step(i).count() };
+        context + seen as i64 - 1
     }
 
     /// Calls `with` on each run of the keys that query `i` sees among `keys`.
-    pub(super) fn for_each_run(&self, i: usize, keys: &Range<usize>, mut with: impl FnMut(Range<usize>)) {
-        let seen = self.visible(i);
-        let cut = |run: Range<usize>| run.start.max(keys.start)..run.end.min(keys.end);
-        if self.mask.is_empty() {
-            let run = cut(seen);
+    fn for_each_run(&self, i: usize, keys: &Range<usize>, mut with: impl FnMut(Range<usize>)) {
+        let mut cut = |run: Range<usize>| {
+            let run = run.start.max(keys.start)..run.end.min(keys.end);
             if !run.is_empty() {
                 with(run);
             }
+        };
+        if self.mask.is_empty() {
+            cut(self.shape.visible(&(i..i + 1), self.window));
             return;
         }
-        let context = self.len.saturating_sub(self.tokens.len());
-        let mut run = seen.start.min(context)..context;
+        let context = self.context();
+        let end = context + self.seen_in_step(i).count();
+        let start = self.window.map_or(0, |window| end.saturating_sub(window));
+        let mut run = start.min(context)..context;
         // The position at which a seen key of the step stands decides whether it is in the window.
         for (position, key) in (context..).zip(self.seen_in_step(i)) {
             let key = context + key;
-            if position < seen.start {
+            if position < start {
                 continue;
             }
             if key != run.end {
-                let whole = cut(std::mem::replace(&mut run, key..key));
-                if !whole.is_empty() {
-                    with(whole);
-                }
+                cut(std::mem::replace(&mut run, key..key));
             }
             run.end = key + 1;
         }
-        let last = cut(run);
-        if !last.is_empty() {
-            with(last);
-        }
+        cut(run);
     }
 
     /// The tokens of the step that query `i` of a draft tree sees.
     fn seen_in_step(&self, i: usize) -> impl Iterator<Item = usize> + '_ {
-        let row_len = TreeMask::row_bytes(self.tokens.len());
+        let num_queries = self.shape.num_queries;
+        let row_len = TreeMask::row_bytes(num_queries);
         let row = &self.mask[i * row_len..(i + 1) * row_len];
-        (0..self.tokens.len()).filter(|key| row[key / 8] >> (key % 8) & 1 == 1)
+        (0..num_queries).filter(|key| row[key / 8] >> (key % 8) & 1 == 1)
     }
 
-    /// The keys that some of the queries see.
-    fn visible_to_any(&self, queries: &Range<usize>) -> Range<usize> {
-        let start = if self.mask.is_empty() {
-            self.visible(queries.start).start
-        } else {
-            queries.clone().map(|i| self.visible(i).start).min().unwrap_or(0)
-        };
-        start..self.visible(queries.end - 1).end
+    /// Writes which of `keys` query `i` sees, bit by bit; answers whether it sees all of them.
+    pub(super) fn visible_bits(&self, i: usize, keys: &Range<usize>, words: &mut [u64]) -> bool {
+        words.fill(0);
+        let mut count = 0;
+        self.for_each_run(i, keys, |run| {
+            count += run.len();
+            let (start, end) = (run.start - keys.start, run.end - keys.start);
+            for (word, first) in words.iter_mut().zip((0..).step_by(64)) {
+                let (from, to) = (start.clamp(first, first + 64) - first, end.clamp(first, first + 64) - first);
+                let below = |bit: usize| if bit == 64 { u64::MAX } else { (1 << bit) - 1 };
+                *word |= below(to) & !below(from);
+            }
+        });
+        count == keys.len()
     }
 
     /// The token of query `i` in the batch.
     pub(super) fn token(&self, i: usize) -> usize {
-        self.tokens.start + i
+        self.first_token + i
     }
 
     /// The block that holds a visible key's run of `block_size` keys.
@@ -115,151 +126,88 @@ impl Sequence {
     }
 }
 
-/// Some queries of one sequence under one KV head.
-#[derive(Clone, Debug)]
-pub(super) struct Tile {
-    pub(super) sequence: usize,
-    pub(super) kv_head: usize,
-    pub(super) queries: Range<usize>,
-}
-
-/// A tile and the keys to fold into it.
-#[derive(Debug)]
-pub(super) struct Item {
-    pub(super) tile: Tile,
-    pub(super) keys: Range<usize>,
-    /// Where the result waits to be merged; without it the item finishes its tile.
-    pub(super) partial: Option<usize>,
-}
-
-/// A tile whose partial results are to be merged.
-#[derive(Debug)]
-pub(super) struct Merge {
-    pub(super) tile: Tile,
-    pub(super) partials: Range<usize>,
-}
-
 /// Everything that is known before the first key is read.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) cut: Cut,
     pub(super) sequences: Vec<Sequence>,
-    pub(super) items: Vec<Item>,
-    pub(super) merges: Vec<Merge>,
-    pub(super) num_partials: usize,
+    pub(super) split: SplitKvPlan,
     /// Tokens that belong to a sequence.
     pub(super) num_tokens: usize,
-    /// Multiply-adds of all items.
-    pub(super) work: usize,
-    /// Elements of all partial results.
-    pub(super) merge_work: usize,
 }
 
 impl Plan {
     pub(super) fn new(batch: &Batch<'_>, cut: &Cut) -> Result<Self> {
         let lens = check_seq_lens(batch.seq_lens)?;
         let queries = batch.queries(cut.num_tokens)?;
-        let (rows, num_blocks) = (batch.rows, cut.num_blocks);
-        let table = BlockTable::new(&batch.block_table, rows, lens.len(), num_blocks, cut.block_size)?;
-        let mut plan = Self {
-            cut: *cut,
-            num_tokens: queries.last().map_or(0, |tokens| tokens.end),
-            sequences: Vec::with_capacity(lens.len()),
-            items: Vec::new(),
-            merges: Vec::new(),
-            num_partials: 0,
-            work: 0,
-            merge_work: 0,
-        };
+        let table = BlockTable::new(&batch.block_table, batch.rows, lens.len(), cut.num_blocks, cut.block_size)?;
         if let Some(mask) = &batch.tree_mask {
             mask.check(lens.len())?;
         }
-        for (len, tokens) in lens.into_iter().zip(queries) {
-            let rows = batch.tree_mask.map(|mask| mask.rows(plan.sequences.len(), tokens.len())).transpose()?;
-            let sequence = plan.check_sequence(&table, len, tokens, rows.unwrap_or_default())?;
-            plan.sequences.push(sequence);
-            plan.cut_sequence(plan.sequences.len() - 1);
-        }
-        Ok(plan)
-    }
-
-    fn check_sequence(
-        &self,
-        table: &BlockTable<'_>,
-        len: usize,
-        tokens: Range<usize>,
-        mask: &[u8],
-    ) -> Result<Sequence> {
-        let (window, mask) = (self.cut.sliding_window, mask.to_vec());
-        let mut sequence = Sequence { len, tokens, blocks: Vec::new(), skipped_blocks: 0, window, mask };
-        if sequence.tokens.is_empty() {
-            return Ok(sequence);
-        }
-        let keys = sequence.visible_to_any(&(0..sequence.tokens.len()));
-        sequence.skipped_blocks = keys.start / self.cut.block_size;
-        sequence.blocks = table.blocks(self.sequences.len(), keys)?;
-        Ok(sequence)
-    }
-
-    fn cut_sequence(&mut self, index: usize) {
-        let num_queries = self.sequences[index].tokens.len();
-        let step = (ROWS_PER_TILE / self.cut.group).max(1);
-        for start in (0..num_queries).step_by(step) {
-            let queries = start..(start + step).min(num_queries);
-            let keys = self.sequences[index].visible_to_any(&queries);
-            let chunks = chunks(&keys, num_queries <= MAX_QUERIES_TO_CUT_KEYS);
-            for kv_head in 0..self.cut.num_kv_heads {
-                let queries = queries.clone();
-                self.push_tile(&Tile { sequence: index, kv_head, queries }, &chunks);
-            }
-        }
-    }
-
-    fn push_tile(&mut self, tile: &Tile, chunks: &[Range<usize>]) {
-        let elements = tile.queries.len() * self.cut.group * self.cut.head_dim;
-        let is_cut = chunks.len() > 1;
-        let first = self.num_partials;
-        for keys in chunks {
-            self.work += elements * keys.len();
-            self.items.push(Item {
-                tile: tile.clone(),
-                keys: keys.clone(),
-                partial: is_cut.then_some(self.num_partials),
+        let options = SplitKvOptions {
+            num_kv_heads: cut.num_kv_heads,
+            group: cut.group,
+            sliding_window: cut.sliding_window,
+            max_rows: MAX_ROWS,
+            max_split_rows: MAX_SPLIT_ROWS,
+            split: KeySplit::Fixed(KEYS_PER_PIECE),
+            num_workers: cut.num_threads,
+        };
+        let num_tokens = queries.last().map_or(0, |tokens| tokens.end);
+        let mut sequences = Vec::with_capacity(lens.len());
+        for (index, (len, tokens)) in lens.into_iter().zip(queries).enumerate() {
+            let rows = batch.tree_mask.map(|mask| mask.rows(index, tokens.len())).transpose()?.unwrap_or_default();
+            let shape = SequenceShape { len, num_queries: tokens.len(), is_tree: !rows.is_empty() };
+            let keys = shape.visible(&(0..tokens.len()), cut.sliding_window);
+            let blocks = if tokens.is_empty() { Vec::new() } else { table.blocks(index, keys.clone())? };
+            sequences.push(Sequence {
+                shape,
+                first_token: tokens.start,
+                blocks,
+                skipped_blocks: keys.start / cut.block_size,
+                window: cut.sliding_window,
+                mask: rows.to_vec(),
+                is_split: options.is_split(&shape),
             });
-            self.num_partials += usize::from(is_cut);
         }
-        if is_cut {
-            self.merge_work += elements * chunks.len();
-            self.merges.push(Merge { tile: tile.clone(), partials: first..self.num_partials });
-        }
+        let shapes: Vec<SequenceShape> = sequences.iter().map(|sequence| sequence.shape).collect();
+        Ok(Self { cut: *cut, sequences, split: SplitKvPlan::new(&shapes, &options), num_tokens })
     }
-}
-
-/// The pieces of `keys`, borders at multiples of the chunk; one empty piece where there are no keys.
-fn chunks(keys: &Range<usize>, cut: bool) -> Vec<Range<usize>> {
-    if !cut || keys.is_empty() {
-        return vec![keys.clone()];
-    }
-    (keys.start / KEYS_PER_CHUNK..keys.end.div_ceil(KEYS_PER_CHUNK))
-        .map(|i| keys.start.max(i * KEYS_PER_CHUNK)..keys.end.min((i + 1) * KEYS_PER_CHUNK))
-        .collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn chunks_cover_the_keys_in_order_when_they_start_in_the_middle() {
-        assert_eq!(chunks(&(500..1100), true), [500..512, 512..1024, 1024..1100]);
-        assert_eq!(chunks(&(500..1100), false), vec![500..1100]);
-        assert_eq!(chunks(&(7..7), true), vec![7..7]);
+    fn sequence(len: usize, num_queries: usize, mask: Vec<u8>) -> Sequence {
+        let shape = SequenceShape { len, num_queries, is_tree: !mask.is_empty() };
+        let (blocks, window) = (Vec::new(), None);
+        Sequence { shape, first_token: 10, blocks, skipped_blocks: 0, window, mask, is_split: true }
+    }
+
+    fn bits(sequence: &Sequence, i: usize, keys: Range<usize>) -> Vec<u64> {
+        let mut words = vec![7; keys.len().div_ceil(64)];
+        sequence.visible_bits(i, &keys, &mut words);
+        words
     }
 
     #[test]
     fn a_query_sees_no_key_when_its_position_is_before_the_sequence() {
-        let sequence =
-            Sequence { len: 2, tokens: 10..14, blocks: Vec::new(), skipped_blocks: 0, window: None, mask: vec![] };
-        assert_eq!((0..4).map(|i| sequence.visible(i)).collect::<Vec<_>>(), [0..0, 0..0, 0..1, 0..2]);
+        let sequence = sequence(2, 4, vec![]);
+        assert_eq!((0..4).map(|i| bits(&sequence, i, 0..2)[0]).collect::<Vec<_>>(), [0, 0, 1, 3]);
+    }
+
+    #[test]
+    fn visible_bits_cross_words() {
+        let sequence = sequence(200, 1, vec![]);
+        assert_eq!(bits(&sequence, 0, 100..200), [u64::MAX, (1 << 36) - 1]);
+    }
+
+    #[test]
+    fn visible_bits_skip_other_branches_of_a_tree() {
+        let mask = [[0b001, 0, 0, 0, 0, 0, 0, 0], [0b011, 0, 0, 0, 0, 0, 0, 0], [0b101, 0, 0, 0, 0, 0, 0, 0]];
+        let sequence = sequence(10, 3, mask.concat());
+        assert_eq!(bits(&sequence, 2, 0..10), [0b10_1111_1111]);
+        assert_eq!(sequence.position(2), 8);
     }
 }

@@ -1,20 +1,35 @@
 //! Writes the keys and values of new tokens into their slots.
 
 use crate::convert::{load, store};
-use crate::dims::{CACHE, Dims, KEYS, check_apart, check_computed, check_distinct, check_rows};
+use crate::dims::{
+    CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_rows, check_scale,
+};
 use crate::error::{Error, Result};
 use crate::threads;
 use crate::view::View;
 
+/// Tokens that one job writes: what it reads and what it writes fits a second-level cache.
+const TOKENS_PER_JOB: usize = 64;
+
+/// What stored FP8 keys and values must be multiplied by, float32 `(1,)` or `(num_kv_heads,)`; 1 by default.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Scales {
+    /// Of keys.
+    pub k: Option<View<1>>,
+    /// Of values.
+    pub v: Option<View<1>>,
+}
+
 /// Writes token `i` of `k` and `v` into slot `slot_mapping[i]` of the caches; slot -1 is skipped.
 ///
 /// Slot `s` is offset `s % block_size` of block `s / block_size`. Where a slot comes twice, the later token wins.
-/// The caches may be of another element type than `k` and `v`.
+/// The caches may be of another element type than `k` and `v`: values are rounded to the nearest, in FP8 after they were
+/// divided by the scale, and what is too large for FP8 becomes its largest number.
 ///
 /// # Errors
 ///
 /// Shapes that disagree, element types that are not computed with, rows that are not contiguous, inputs that overlap a
-/// cache, and slots outside the cache; nothing is written then.
+/// cache, scales beside a cache that is not FP8, and slots outside the cache; nothing is written then.
 ///
 /// # Complexity
 ///
@@ -25,6 +40,7 @@ pub fn append_kv(
     k_cache: &View<4>,
     v_cache: &View<4>,
     slot_mapping: &[i64],
+    scales: &Scales,
     threads: usize,
 ) -> Result<()> {
     let mut dims = Dims::default();
@@ -32,25 +48,42 @@ pub fn append_kv(
     dims.bind("v", v, KEYS)?;
     dims.bind("k_cache", k_cache, CACHE)?;
     dims.bind("v_cache", v_cache, CACHE)?;
-    for (name, input) in [("k", k), ("v", v)] {
-        check_computed(name, input)?;
-        check_rows(name, input)?;
+    for (name, input, cache) in [("k", k, k_cache), ("v", v, v_cache)] {
+        check_input(name, input, cache)?;
         check_apart(("k_cache", k_cache), (name, input))?;
         check_apart(("v_cache", v_cache), (name, input))?;
     }
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
-        check_computed(name, cache)?;
+        check_cached(name, cache)?;
         check_rows(name, cache)?;
         check_distinct(name, cache)?;
     }
-    check_slots(slot_mapping, k.shape()[0], k_cache)?;
+    for (name, scale, cache) in [("k_scale", scales.k, k_cache), ("v_scale", scales.v, v_cache)] {
+        let Some(scale) = scale else { continue };
+        check_scale(name, &scale, cache)?;
+        check_apart(("k_cache", k_cache), (name, &scale))?;
+        check_apart(("v_cache", v_cache), (name, &scale))?;
+    }
+    let num_slots = check_slots(slot_mapping, k.shape()[0], k_cache)?;
+    let threads = if are_distinct(slot_mapping, num_slots) { threads } else { 1 };
     // One after the other: should the two caches share memory, the outcome is still the same on every run.
-    append_one(k, k_cache, slot_mapping, threads);
-    append_one(v, v_cache, slot_mapping, threads);
+    append_one(&Rows { src: k, cache: k_cache, scale: scales.k.as_ref() }, slot_mapping, threads);
+    append_one(&Rows { src: v, cache: v_cache, scale: scales.v.as_ref() }, slot_mapping, threads);
     Ok(())
 }
 
-fn check_slots(slot_mapping: &[i64], num_tokens: usize, cache: &View<4>) -> Result<()> {
+/// Keys or values may be of a type that is computed with, or be stored as they are.
+fn check_input(name: &'static str, input: &View<3>, cache: &View<4>) -> Result<()> {
+    if input.dtype().is_fp8() {
+        check_dtype(name, input, cache.dtype())?;
+    } else {
+        check_computed(name, input)?;
+    }
+    check_rows(name, input)
+}
+
+/// Refuses slots outside the cache; answers how many it has.
+fn check_slots(slot_mapping: &[i64], num_tokens: usize, cache: &View<4>) -> Result<usize> {
     if slot_mapping.len() != num_tokens {
         return Err(Error::Shape {
             argument: "slot_mapping",
@@ -59,9 +92,9 @@ fn check_slots(slot_mapping: &[i64], num_tokens: usize, cache: &View<4>) -> Resu
         });
     }
     let [num_blocks, _, block_size, _] = cache.shape();
-    let num_slots = (num_blocks * block_size) as i64;
-    match slot_mapping.iter().position(|slot| !(-1..num_slots).contains(slot)) {
-        None => Ok(()),
+    let num_slots = num_blocks * block_size;
+    match slot_mapping.iter().position(|slot| !(-1..num_slots as i64).contains(slot)) {
+        None => Ok(num_slots),
         Some(index) => Err(Error::Element {
             argument: "slot_mapping",
             index: index.to_string(),
@@ -71,27 +104,96 @@ fn check_slots(slot_mapping: &[i64], num_tokens: usize, cache: &View<4>) -> Resu
     }
 }
 
-// A job takes one head of all tokens, so that tokens which name the same slot are written in order.
-fn append_one(src: &View<3>, cache: &View<4>, slot_mapping: &[i64], threads: usize) {
-    let [num_tokens, num_heads, head_dim] = src.shape();
-    let block_size = cache.shape()[2];
-    let work = num_tokens * num_heads * head_dim;
-    threads::for_each(threads, work, num_heads, |head| {
-        let mut row = vec![0_f32; head_dim];
-        for (token, slot) in slot_mapping.iter().enumerate() {
-            let Ok(slot) = usize::try_from(*slot) else { continue };
-            let from = src.at([token, head, 0]);
-            let to = cache.at([slot / block_size, head, slot % block_size, 0]);
-            // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
-            unsafe {
-                if src.dtype() == cache.dtype() {
-                    let bytes = head_dim * src.dtype().size_bytes();
-                    to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes);
+/// Whether no slot comes twice, so that tokens may be written in any order.
+fn are_distinct(slot_mapping: &[i64], num_slots: usize) -> bool {
+    let mut seen = vec![0_u64; num_slots.div_ceil(64)];
+    slot_mapping.iter().filter_map(|slot| usize::try_from(*slot).ok()).all(|slot| {
+        let (word, bit) = (&mut seen[slot / 64], 1 << (slot % 64));
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
+    })
+}
+
+/// What is written, and where to.
+struct Rows<'a> {
+    src: &'a View<3>,
+    cache: &'a View<4>,
+    scale: Option<&'a View<1>>,
+}
+
+fn append_one(rows: &Rows<'_>, slot_mapping: &[i64], threads: usize) {
+    let [num_tokens, num_heads, head_dim] = rows.src.shape();
+    let num_jobs = if threads > 1 { num_tokens.div_ceil(TOKENS_PER_JOB) } else { num_tokens.min(1) };
+    let per_job = num_tokens.div_ceil(num_jobs.max(1));
+    threads::for_each(threads, num_tokens * num_heads * head_dim, num_jobs, |job| {
+        let mut token = job * per_job;
+        let end = num_tokens.min(token + per_job);
+        while token < end {
+            let len = run_len(&slot_mapping[token..end], rows.cache.shape()[2]);
+            if let Ok(slot) = usize::try_from(slot_mapping[token]) {
+                rows.write_run(token, slot, len);
+            }
+            token += len;
+        }
+    });
+}
+
+/// How many tokens from the first one on lie in successive slots of one block.
+fn run_len(slots: &[i64], block_size: usize) -> usize {
+    let first = slots[0];
+    let longest = if first < 0 { 1 } else { block_size - first as usize % block_size };
+    slots.iter().take(longest).zip(first..).take_while(|(slot, next)| *slot == next).count()
+}
+
+impl Rows<'_> {
+    /// Writes `len` tokens from `token` on to the slots from `slot` on, which lie in one block.
+    fn write_run(&self, token: usize, slot: usize, len: usize) {
+        let Self { src, cache, .. } = self;
+        let [_, num_heads, head_dim] = src.shape();
+        let block_size = cache.shape()[2];
+        let is_same = src.dtype() == cache.dtype();
+        let bytes = head_dim * src.dtype().size_bytes();
+        let from_step = src.strides()[1] as isize * src.dtype().size_bytes() as isize;
+        let to_step = cache.strides()[1] as isize * cache.dtype().size_bytes() as isize;
+        for i in 0..len {
+            let from = src.at([token + i, 0, 0]).cast::<u8>();
+            let to = cache.at([slot / block_size, 0, slot % block_size + i, 0]).cast::<u8>();
+            for head in 0..num_heads {
+                let from = from.wrapping_offset(head as isize * from_step);
+                let to = to.wrapping_offset(head as isize * to_step);
+                if is_same {
+                    // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
+                    unsafe { to.copy_from_nonoverlapping(from, bytes) };
                 } else {
-                    load(src.dtype(), from, &mut row);
-                    store(cache.dtype(), &row, to);
+                    self.convert(from.cast(), to.cast(), head);
                 }
             }
         }
-    });
+    }
+
+    fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
+        const PIECE: usize = 128;
+        let head_dim = self.src.shape()[2];
+        let sizes = [self.src.dtype(), self.cache.dtype()].map(crate::view::DType::size_bytes);
+        let factor = self.scale.map(|scale| 1.0 / read_scale(scale, head));
+        let mut piece = [0_f32; PIECE];
+        for first in (0..head_dim).step_by(PIECE) {
+            let piece = &mut piece[..PIECE.min(head_dim - first)];
+            // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
+            unsafe {
+                load(self.src.dtype(), from.byte_add(first * sizes[0]), piece);
+                if let Some(factor) = factor {
+                    piece.iter_mut().for_each(|x| *x *= factor);
+                }
+                store(self.cache.dtype(), piece, to.byte_add(first * sizes[1]));
+            }
+        }
+    }
+}
+
+fn read_scale(scale: &View<1>, head: usize) -> f32 {
+    let index = if scale.shape()[0] == 1 { 0 } else { head };
+    // SAFETY: the element lies inside the view, which is float32.
+    unsafe { scale.at([index]).cast::<f32>().read() }
 }

@@ -1,6 +1,7 @@
 //! Copies whole blocks over all layers, as copy-on-write asks for.
 
 use super::pairs::{check_pairs, refused};
+use super::stream::copy_span;
 use crate::dims::check_distinct;
 use crate::error::Result;
 use crate::threads;
@@ -32,11 +33,7 @@ pub fn copy_blocks<const N: usize>(pool: &View<N>, pairs: &[[i32; 2]], threads: 
         for start in &spans.starts {
             // SAFETY: the spans of a block lie inside the pool and, its elements being distinct, apart from those of
             // every other block; a destination is no source and belongs to this pair alone.
-            unsafe {
-                destination
-                    .wrapping_offset(*start)
-                    .copy_from_nonoverlapping(source.wrapping_offset(*start), spans.bytes);
-            }
+            unsafe { copy_span(source.wrapping_offset(*start), destination.wrapping_offset(*start), spans.bytes) };
         }
     });
     Ok(())

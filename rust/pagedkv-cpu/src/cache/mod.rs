@@ -5,10 +5,11 @@ mod copy;
 mod gather;
 mod move_kv;
 mod pairs;
+mod stream;
 mod swap;
 mod table;
 
-pub use append::append_kv;
+pub use append::{Scales, append_kv};
 pub use copy::copy_blocks;
 pub use gather::{gather_kv, num_gathered_tokens};
 pub use move_kv::move_kv;

@@ -1,6 +1,7 @@
 //! Copies whole blocks between two pools, as swapping to a host tier and back asks for.
 
 use super::pairs::check_pairs;
+use super::stream::copy_span;
 use crate::dims::{check_apart, check_distinct, check_dtype, shape_text};
 use crate::error::{Error, Result};
 use crate::threads;
@@ -48,9 +49,7 @@ pub fn swap_blocks<const N: usize>(
         for &(from_start, to_start) in &spans.starts {
             // SAFETY: the spans of a block lie inside its pool; the pools are apart, the elements of the destination are
             // distinct, and a destination block belongs to this pair alone.
-            unsafe {
-                to.wrapping_offset(to_start).copy_from_nonoverlapping(from.wrapping_offset(from_start), spans.bytes);
-            }
+            unsafe { copy_span(from.wrapping_offset(from_start), to.wrapping_offset(to_start), spans.bytes) };
         }
     });
     Ok(())

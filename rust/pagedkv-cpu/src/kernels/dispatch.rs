@@ -1,0 +1,262 @@
+//! The table of kernels: one function per instruction set and element type, each enabling its instructions.
+
+#[cfg(target_arch = "x86_64")]
+use super::amx;
+use super::panels::{self, KeyCells, PackFn, Panel, ValueCells};
+use super::product::{self, Cells, Product, ProductFn};
+use super::score::{self, KeyForm};
+use super::soften::{self, Scores, WeightForm};
+use super::weigh::{self, ValueForm};
+use super::{ScoreFn, SoftenFn, Strip, WeighFn};
+use crate::isa::Isa;
+use crate::simd::{BF16, Element, F8E4M3, F8E5M2, F16, F32, Portable, Vector, position};
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{avx2::Avx2, avx512::Avx512};
+use crate::view::DType;
+
+/// What scores queries against keys of one type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KeyKernels {
+    pub(crate) score: ScoreFn,
+    pub(crate) pack: PackFn,
+    pub(crate) product: ProductFn,
+    /// Whether queries and keys are multiplied as pairs of bfloat16; else both are float32 in the order of the type.
+    pub(crate) is_paired: bool,
+    /// What products must be multiplied by.
+    pub(crate) scale: f32,
+    dtype: DType,
+}
+
+/// What weighs values of one type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ValueKernels {
+    pub(crate) soften: SoftenFn,
+    pub(crate) weigh: WeighFn,
+    pub(crate) pack: PackFn,
+    pub(crate) product: ProductFn,
+    /// Whether weights are bfloat16 and two tokens are taken at a time; else weights are float32.
+    pub(crate) is_paired: bool,
+    /// What weighted sums must be multiplied by.
+    pub(crate) scale: f32,
+    dtype: DType,
+}
+
+/// Whether keys and values are read where they lie, or laid out first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rows {
+    /// The kernels `score` and `weigh`.
+    Few,
+    /// The kernels `pack` and `product`.
+    Many,
+}
+
+/// The kernels for one combination of element types.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kernels {
+    /// Lanes of a vector.
+    pub(crate) lanes: usize,
+    /// Rows that a product is made of, and tokens that it takes whole.
+    pub(crate) block_rows: usize,
+    pub(crate) block_tokens: usize,
+    pub(crate) keys: KeyKernels,
+    pub(crate) values: ValueKernels,
+}
+
+impl Kernels {
+    /// Chooses by instruction set, number of rows and element types.
+    ///
+    /// # Panics
+    ///
+    /// If this processor lacks the instructions, or the cache is of no floating type.
+    pub(crate) fn new(isa: Isa, rows: Rows, [q, k, v]: [DType; 3]) -> Self {
+        assert!(isa.is_available(), "broken law: kernels for {} on a processor without it", isa.name());
+        let of = |lanes: usize, keys: KeyKernels, values: ValueKernels| Self {
+            lanes,
+            block_rows: product::BLOCK_ROWS,
+            block_tokens: lanes,
+            keys,
+            values,
+        };
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx if rows == Rows::Many && [q, k, v] == [DType::BF16; 3] => Self {
+                block_rows: amx::BLOCK_ROWS,
+                block_tokens: amx::TOKENS,
+                keys: KeyKernels { product: amx::multiply, ..paired::keys() },
+                values: ValueKernels { product: amx::multiply, ..paired::values() },
+                lanes: Avx512::LANES,
+            },
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => of(
+                Avx512::LANES,
+                if [q, k] == [DType::BF16; 2] { paired::keys() } else { avx512::keys(k) },
+                if [q, v] == [DType::BF16; 2] { paired::values() } else { avx512::values(v) },
+            ),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Amx => of(Avx512::LANES, avx512::keys(k), avx512::values(v)),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => of(Avx2::LANES, avx2::keys(k), avx2::values(v)),
+            _ => of(Portable::LANES, portable::keys(k), portable::values(v)),
+        }
+    }
+}
+
+impl KeyKernels {
+    /// The element of a row of keys that belongs to each cell of a packed query; `head_dim` or more where there is none.
+    pub(crate) fn order(&self, head_dim: usize, lanes: usize) -> Vec<usize> {
+        let dtype = if self.is_paired { DType::F32 } else { self.dtype };
+        order(dtype, self.dtype, head_dim, lanes)
+    }
+}
+
+impl ValueKernels {
+    /// The element of a row of values that belongs to each cell of an accumulator; `head_dim` or more where there is none.
+    pub(crate) fn order(&self, head_dim: usize, lanes: usize) -> Vec<usize> {
+        order(self.dtype, self.dtype, head_dim, lanes)
+    }
+}
+
+/// Elements in the order of `order`, for whole units of `stored`.
+fn order(order: DType, stored: DType, head_dim: usize, lanes: usize) -> Vec<usize> {
+    let unit = lanes * 4 / stored.size_bytes();
+    let of_unit = move |first: usize| (0..unit).map(move |i| first + position(order, lanes, i / lanes, i % lanes));
+    (0..head_dim).step_by(unit).flat_map(of_unit).collect()
+}
+
+macro_rules! kernels {
+    ($(#[$attribute:meta])* $module:ident, $vector:ty $(, $tables:ident)?) => {
+        mod $module {
+            use super::*;
+
+            $($tables!();)?
+
+            $(#[$attribute])*
+            unsafe fn score<K: KeyForm<$vector>>(q: *const u8, num_rows: usize, strip: &Strip, scores: *mut f32) {
+                // SAFETY: the caller's promise.
+                unsafe { score::score::<$vector, K>(q, num_rows, strip, scores) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn soften<W: WeightForm<$vector>>(group: &Scores<'_>) {
+                // SAFETY: the caller's promise.
+                unsafe { soften::soften::<$vector, W>(group) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn weigh<F: ValueForm<$vector>>(
+                acc: *mut f32, stride: usize, num_rows: usize, weights: *const u8, shrink: *const f32, strip: &Strip,
+            ) {
+                // SAFETY: the caller's promise.
+                unsafe { weigh::weigh::<$vector, F>(acc, stride, num_rows, weights, shrink, strip) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn pack_keys<K: KeyCells<$vector>>(panel: &Panel) {
+                // SAFETY: the caller's promise.
+                unsafe { panels::pack_keys::<$vector, K>(panel) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn pack_values<F: ValueCells<$vector>>(panel: &Panel) {
+                // SAFETY: the caller's promise.
+                unsafe { panels::pack_values::<$vector, F>(panel) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn multiply<C: Cells<$vector>>(product: &Product) {
+                // SAFETY: the caller's promise.
+                unsafe { product::multiply::<$vector, C>(product) }
+            }
+
+            pub(super) fn keys_of<K: KeyForm<$vector> + KeyCells<$vector>, C: Cells<$vector>>(
+                dtype: DType, is_paired: bool, scale: f32,
+            ) -> KeyKernels {
+                KeyKernels { score: score::<K>, pack: pack_keys::<K>, product: multiply::<C>, is_paired, scale, dtype }
+            }
+
+            pub(super) fn values_of<F, W, C>(dtype: DType, is_paired: bool, scale: f32) -> ValueKernels
+            where
+                F: ValueForm<$vector> + ValueCells<$vector>,
+                W: WeightForm<$vector>,
+                C: Cells<$vector>,
+            {
+                let (soften, weigh) = (soften::<W> as SoftenFn, weigh::<F> as WeighFn);
+                ValueKernels { soften, weigh, pack: pack_values::<F>, product: multiply::<C>, is_paired, scale, dtype }
+            }
+        }
+    };
+}
+
+/// The functions that choose by element type.
+macro_rules! by_dtype {
+    () => {
+        fn widened_keys<E: Element>() -> KeyKernels {
+            keys_of::<score::Widened<E>, product::Floats>(E::DTYPE, false, E::SCALE)
+        }
+
+        fn widened_values<E: Element>() -> ValueKernels {
+            values_of::<weigh::Widened<E>, soften::Float, product::Floats>(E::DTYPE, false, E::SCALE)
+        }
+
+        pub(super) fn keys(dtype: DType) -> KeyKernels {
+            match dtype {
+                DType::F32 => widened_keys::<F32>(),
+                DType::F16 => widened_keys::<F16>(),
+                DType::BF16 => widened_keys::<BF16>(),
+                DType::F8E4M3 => widened_keys::<F8E4M3>(),
+                DType::F8E5M2 => widened_keys::<F8E5M2>(),
+                other => panic!("broken law: keys of {}", other.name()),
+            }
+        }
+
+        pub(super) fn values(dtype: DType) -> ValueKernels {
+            match dtype {
+                DType::F32 => widened_values::<F32>(),
+                DType::F16 => widened_values::<F16>(),
+                DType::BF16 => widened_values::<BF16>(),
+                DType::F8E4M3 => widened_values::<F8E4M3>(),
+                DType::F8E5M2 => widened_values::<F8E5M2>(),
+                other => panic!("broken law: values of {}", other.name()),
+            }
+        }
+    };
+}
+
+kernels!(portable, Portable, by_dtype);
+
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    #[target_feature(enable = "avx2,fma,f16c")]
+    avx2,
+    Avx2,
+    by_dtype
+);
+
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    avx512,
+    Avx512,
+    by_dtype
+);
+
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    avx512_bf16,
+    Avx512
+);
+
+/// Products of bfloat16 pairs.
+#[cfg(target_arch = "x86_64")]
+mod paired {
+    use super::{DType, KeyKernels, ValueKernels, avx512_bf16, product, score, soften, weigh};
+
+    pub(super) fn keys() -> KeyKernels {
+        avx512_bf16::keys_of::<score::Pairs, product::Pairs>(DType::BF16, true, 1.0)
+    }
+
+    pub(super) fn values() -> ValueKernels {
+        avx512_bf16::values_of::<weigh::Pairs, soften::Rounded, product::Pairs>(DType::BF16, true, 1.0)
+    }
+}

@@ -1,0 +1,164 @@
+//! Dot products of a few query rows with the keys of a strip, read where they lie.
+//!
+//! As many products as a vector has lanes run side by side, and one tree of additions turns their vectors of partial
+//! sums into one vector of scores: no horizontal sum per token.
+
+use std::marker::PhantomData;
+
+use super::{Groups, STRIP_TOKENS, Strip};
+use crate::simd::{Bf16Dot, Element, Vector};
+
+/// How one unit of keys meets the queries.
+///
+/// # Safety
+///
+/// As for [`Vector`].
+pub(crate) trait KeyForm<V: Vector> {
+    /// Vectors of packed queries per unit of keys and row.
+    const QUERY_VECTORS: usize;
+
+    /// Adds the products of `TOKENS` units of keys with `ROWS` packed queries to sums `[row][token]`.
+    unsafe fn add<const ROWS: usize, const TOKENS: usize, const N: usize>(
+        sums: &mut [V; N],
+        q: *const u8,
+        keys: [V::Unit; TOKENS],
+    );
+}
+
+/// Keys that are widened to float32; queries are float32.
+pub(crate) struct Widened<E>(PhantomData<E>);
+
+impl<V: Vector, E: Element> KeyForm<V> for Widened<E> {
+    const QUERY_VECTORS: usize = E::PARTS;
+
+    #[inline(always)]
+    unsafe fn add<const ROWS: usize, const TOKENS: usize, const N: usize>(
+        sums: &mut [V; N],
+        q: *const u8,
+        keys: [V::Unit; TOKENS],
+    ) {
+        for part in 0..E::PARTS {
+            // SAFETY: the caller's promise; queries lie `[part][row]` within a unit.
+            unsafe {
+                let mut wide = [V::splat(0.0); TOKENS];
+                for (wide, unit) in wide.iter_mut().zip(keys) {
+                    *wide = E::widen(unit, part);
+                }
+                for row in 0..ROWS {
+                    let q = V::load(q.add((part * ROWS + row) * V::UNIT_BYTES).cast());
+                    for (token, wide) in wide.iter().enumerate() {
+                        sums[row * TOKENS + token] = wide.mul_add(q, sums[row * TOKENS + token]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bfloat16 keys as they are; queries are bfloat16.
+pub(crate) struct Pairs;
+
+impl<V: Bf16Dot> KeyForm<V> for Pairs {
+    const QUERY_VECTORS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn add<const ROWS: usize, const TOKENS: usize, const N: usize>(
+        sums: &mut [V; N],
+        q: *const u8,
+        keys: [V::Unit; TOKENS],
+    ) {
+        for row in 0..ROWS {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let q = V::load_unit(q.add(row * V::UNIT_BYTES));
+                for (token, unit) in keys.into_iter().enumerate() {
+                    sums[row * TOKENS + token] = sums[row * TOKENS + token].dot_pairs(unit, q);
+                }
+            }
+        }
+    }
+}
+
+/// See [`super::ScoreFn`].
+///
+/// # Safety
+///
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn score<V: Vector, K: KeyForm<V>>(q: *const u8, num_rows: usize, strip: &Strip, scores: *mut f32) {
+    let query_bytes = strip.row_bytes.div_ceil(V::UNIT_BYTES) * K::QUERY_VECTORS * V::UNIT_BYTES;
+    for group in Groups::of(num_rows) {
+        // SAFETY: the caller's promise; queries and scores of a group lie behind those of the rows before it.
+        unsafe {
+            let q = q.add(group.first * query_bytes);
+            let scores = scores.add(group.first * STRIP_TOKENS);
+            // Only the first group waits for memory.
+            match (group.rows, group.index, V::LANES) {
+                (4, 0, 16) => score_group::<V, K, 4, 4, 16, true>(q, strip, scores),
+                (4, _, 16) => score_group::<V, K, 4, 4, 16, false>(q, strip, scores),
+                (2, 0, 16) => score_group::<V, K, 2, 8, 16, true>(q, strip, scores),
+                (2, _, 16) => score_group::<V, K, 2, 8, 16, false>(q, strip, scores),
+                (1, 0, 16) => score_group::<V, K, 1, 16, 16, true>(q, strip, scores),
+                (_, _, 16) => score_group::<V, K, 1, 16, 16, false>(q, strip, scores),
+                (4, 0, _) => score_group::<V, K, 4, 2, 8, true>(q, strip, scores),
+                (4, _, _) => score_group::<V, K, 4, 2, 8, false>(q, strip, scores),
+                (2, 0, _) => score_group::<V, K, 2, 4, 8, true>(q, strip, scores),
+                (2, _, _) => score_group::<V, K, 2, 4, 8, false>(q, strip, scores),
+                (_, 0, _) => score_group::<V, K, 1, 8, 8, true>(q, strip, scores),
+                _ => score_group::<V, K, 1, 8, 8, false>(q, strip, scores),
+            }
+        }
+    }
+}
+
+/// One group against the whole strip, `TOKENS` keys at a time; `ROWS * TOKENS` is `N`, the number of lanes.
+#[inline(always)]
+unsafe fn score_group<
+    V: Vector,
+    K: KeyForm<V>,
+    const ROWS: usize,
+    const TOKENS: usize,
+    const N: usize,
+    const PREFETCH: bool,
+>(
+    q: *const u8,
+    strip: &Strip,
+    scores: *mut f32,
+) {
+    let (units, part) = (strip.row_bytes / V::UNIT_BYTES, strip.row_bytes % V::UNIT_BYTES);
+    let query_bytes = ROWS * K::QUERY_VECTORS * V::UNIT_BYTES;
+    for step in 0..strip.len.div_ceil(TOKENS) {
+        // SAFETY: the caller's promise; a strip has STRIP_TOKENS addresses, a multiple of TOKENS.
+        unsafe {
+            // Loops, not `array::from_fn`: a closure that is not inlined cannot use the instructions.
+            let (mut rows, mut next) = ([std::ptr::null::<u8>(); TOKENS], [std::ptr::null::<u8>(); TOKENS]);
+            for i in 0..TOKENS {
+                rows[i] = strip.rows.add(step * TOKENS + i).read().offset(strip.offset);
+                next[i] = strip.next.add(step * TOKENS + i).read().wrapping_offset(strip.offset);
+            }
+            let mut sums = [V::splat(0.0); N];
+            for unit in 0..units {
+                let at = unit * V::UNIT_BYTES;
+                if PREFETCH && at.is_multiple_of(64) {
+                    for row in next {
+                        V::prefetch(row.wrapping_add(at));
+                    }
+                }
+                let mut keys = [V::load_unit(rows[0].add(at)); TOKENS];
+                for i in 1..TOKENS {
+                    keys[i] = V::load_unit(rows[i].add(at));
+                }
+                K::add::<ROWS, TOKENS, N>(&mut sums, q.add(unit * query_bytes), keys);
+            }
+            if part > 0 {
+                let at = units * V::UNIT_BYTES;
+                let mut keys = [V::load_part(rows[0].add(at), part); TOKENS];
+                for i in 1..TOKENS {
+                    keys[i] = V::load_part(rows[i].add(at), part);
+                }
+                K::add::<ROWS, TOKENS, N>(&mut sums, q.add(units * query_bytes), keys);
+            }
+            V::sum_rows(sums).store(scores.add(step * N));
+        }
+    }
+}
