@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 mod args;
 mod arrays;
+mod attention_plan;
 mod chain_hash;
 mod config;
 mod cpu_attention;
@@ -33,6 +34,8 @@ mod verbs;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::attention_plan::AttentionPlan;
     #[pymodule_export]
     use crate::chain_hash::chain_hashes;
     #[pymodule_export]
