@@ -1,56 +1,12 @@
 //! A step's batch on the CPU: cut once, run layer by layer.
 
 use numpy::PyArray1;
-use pagedkv_cpu::{AttentionOptions, AttentionShape, BLOCK_TABLE, Batch, CACHE, LSE, Operands, QUERIES, TreeMask};
+use pagedkv_cpu::{AttentionOptions, AttentionShape, CACHE, QUERIES};
 use pyo3::prelude::*;
 
 use crate::arrays;
-use crate::cpu_ops::{array, integers, optional, per_head, threads, to_py_err};
-use crate::dlpack::Tensor;
-use crate::errors::invalid;
-
-/// The index arrays of a batch, copied: checked values must not change under a running operation.
-pub(crate) struct IndexArrays {
-    block_table: Tensor,
-    seq_lens: Vec<i32>,
-    query_start_loc: Vec<i32>,
-    rows: Option<Vec<i32>>,
-    tree_mask: Option<(Vec<u8>, Vec<i32>)>,
-}
-
-impl IndexArrays {
-    pub(crate) fn read(
-        block_table: &Bound<'_, PyAny>,
-        seq_lens: &Bound<'_, PyAny>,
-        query_start_loc: &Bound<'_, PyAny>,
-        rows: Option<&Bound<'_, PyAny>>,
-        tree_mask: [Option<&Bound<'_, PyAny>>; 2],
-    ) -> PyResult<Self> {
-        Ok(Self {
-            block_table: array("block_table", block_table)?,
-            seq_lens: integers("seq_lens", seq_lens)?,
-            query_start_loc: integers("query_start_loc", query_start_loc)?,
-            rows: rows.map(|rows| integers("rows", rows)).transpose()?,
-            tree_mask: match tree_mask {
-                [Some(bits), Some(starts)] => {
-                    Some((integers("tree_mask", bits)?, integers("tree_mask_start_loc", starts)?))
-                }
-                [None, None] => None,
-                _ => return Err(invalid("tree_mask", "tree_mask and tree_mask_start_loc together", "one of the two")),
-            },
-        })
-    }
-
-    pub(crate) fn batch(&self) -> PyResult<Batch<'_>> {
-        Ok(Batch {
-            block_table: self.block_table.view("block_table", BLOCK_TABLE)?,
-            rows: self.rows.as_deref(),
-            seq_lens: &self.seq_lens,
-            query_start_loc: &self.query_start_loc,
-            tree_mask: self.tree_mask.as_ref().map(|(bits, start_loc)| TreeMask { bits, start_loc }),
-        })
-    }
-}
+use crate::attention_arrays::{IndexArrays, LayerArrays};
+use crate::cpu_ops::{array, integers, threads, to_py_err};
 
 /// A batch that was checked and cut into work items; see `pagedkv_cpu::AttentionPlan`.
 #[pyclass(frozen, module = "pagedkv._core")]
@@ -134,18 +90,8 @@ impl AttentionPlan {
         k_scale: Option<&Bound<'_, PyAny>>,
         v_scale: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (q, out) = (array("q", q)?, array("out", out)?);
-        let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
-        let (lse, sinks) = (optional("lse", lse)?, optional("sinks", sinks)?);
-        let (slopes, k_scale) = (optional("alibi_slopes", alibi_slopes)?, optional("k_scale", k_scale)?);
-        let v_scale = optional("v_scale", v_scale)?;
-        let (q, out) = (q.view("q", QUERIES)?, out.view_mut("out", QUERIES)?);
-        let mut operands = Operands::new(q, k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?, out);
-        operands.lse = lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?;
-        operands.sinks = per_head("sinks", sinks.as_ref(), "num_q_heads")?;
-        operands.alibi_slopes = per_head("alibi_slopes", slopes.as_ref(), "num_q_heads")?;
-        operands.k_scale = per_head("k_scale", k_scale.as_ref(), "num_kv_heads")?;
-        operands.v_scale = per_head("v_scale", v_scale.as_ref(), "num_kv_heads")?;
+        let arrays = LayerArrays::read([q, k_cache, v_cache, out], lse, [sinks, alibi_slopes], [k_scale, v_scale])?;
+        let operands = arrays.operands()?;
         let options = AttentionOptions { softmax_scale, soft_cap, ..AttentionOptions::default() };
         py.detach(|| self.plan.run(&operands, &options)).map_err(to_py_err)
     }

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 mod args;
 mod arrays;
+mod attention_arrays;
 mod attention_plan;
 mod chain_hash;
 mod config;
