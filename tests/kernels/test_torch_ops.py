@@ -45,6 +45,17 @@ def test_append_kv_operation_writes_the_layer_of_the_pool(make_pool, layout):
     assert pool[:, LAYER, 1].sum() == 2 * pool[:, LAYER, 0].sum() == pool.sum() * 2 / 3
 
 
+def test_operations_take_scales_when_the_pool_is_fp8(make_batch, make_pool):
+    batch = make_batch([(1, 1)])
+    pool = make_pool(4, 2, 16, 64, dtype=torch.float8_e4m3fn, fill=0)
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.tensor([10.0, 20.0])}
+    slots = batch.block_table[batch.rows].long()[:, 0] * 16
+    torch_ops.append_kv(torch.ones(1, 2, 64), torch.full((1, 2, 64), 40.0), pool, LAYER, slots, **scales)
+    out = torch_ops.paged_attention(batch.q, pool, LAYER, packed(batch), **scales)
+    assert out.eq(40).all()
+    assert pool[:, LAYER, 1].float().unique().tolist() == [0, 2, 4]
+
+
 def test_append_kv_operation_declares_that_it_changes_the_pool():
     arguments = torch.ops.pagedkv.append_kv.default._schema.arguments
     assert [argument.name for argument in arguments if argument.is_write] == ["pool"]

@@ -20,6 +20,8 @@ def append_kv(
     pool: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write keys and values of new tokens into their slots of one layer.
 
@@ -33,13 +35,17 @@ def append_kv(
         The layer's place in a block, from 0: its number where all layers are in one cache group.
     slot_mapping : torch.Tensor, shape (num_tokens,), int64
         ``block * block_size + offset`` of each token; -1 is skipped.
+    k_scale, v_scale : torch.Tensor, shape (1,) or (num_kv_heads,), float32, optional
+        What keys and values are divided by before they are rounded to FP8.
 
     Raises
     ------
     TypeError, InvalidArgumentError
         If there is no such layer, or as `pagedkv.kv_cache.append_kv`. Nothing is written then.
     """
-    _core.append_kv(k, v, *_layer(pool, layer), slot_mapping)
+    k_cache, v_cache = _layer(pool, layer)
+    k_scale, v_scale = _plain(k_scale), _plain(v_scale)
+    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 @append_kv.register_fake
@@ -49,6 +55,8 @@ def _(
     pool: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     return None
 
