@@ -146,3 +146,61 @@ fn no_plan(found: &str) -> Error {
         found: found.to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Batch, TreeMask};
+    use super::*;
+    use crate::view::DType;
+
+    const SHAPE: AttentionShape =
+        AttentionShape { num_q_heads: 4, num_kv_heads: 2, head_dim: 16, block_size: 4, sliding_window: Some(9) };
+
+    fn view<const N: usize>(data: *mut std::ffi::c_void, dtype: DType, shape: [usize; N]) -> View<N> {
+        let mut strides = [1; N];
+        for i in (1..N).rev() {
+            strides[i - 1] = strides[i] * shape[i] as i64;
+        }
+        // SAFETY: tables are live arrays of that shape; of queries and caches the tests ask for the shape alone.
+        unsafe { View::new(data, dtype, shape, strides) }
+    }
+
+    fn words() -> Vec<i32> {
+        let mut table = [7_i32, 2, 5, 1, 0, 3];
+        let bits = [[1_u8, 0, 0, 0, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]].concat();
+        let batch = Batch {
+            block_table: view(table.as_mut_ptr().cast(), DType::I32, [2, 3]),
+            rows: None,
+            seq_lens: &[12, 5],
+            query_start_loc: &[0, 2, 3],
+            tree_mask: Some(TreeMask { bits: &bits, start_loc: &[0, 16, 16] }),
+        };
+        AttentionPlan::new(&batch, &SHAPE, 1).unwrap().to_words()
+    }
+
+    fn unpack(words: &[i32]) -> Result<AttentionPlan> {
+        let nothing = std::ptr::null_mut();
+        let (q, k_cache) = (view(nothing, DType::F32, [3, 4, 16]), view(nothing, DType::F32, [8, 2, 4, 16]));
+        AttentionPlan::from_words(words, &q, &k_cache, 1)
+    }
+
+    #[test]
+    fn a_plan_survives_the_way_to_words_and_back() {
+        let plan = unpack(&words()).unwrap();
+        assert_eq!((plan.shape(), plan.num_tokens()), (SHAPE, 3));
+        assert_eq!(plan.to_words(), words());
+    }
+
+    #[test]
+    fn a_wrong_word_gives_a_refusal_or_another_sound_plan() {
+        for place in 0..words().len() {
+            for wrong in [i32::MIN, -1, 0, 1, 3, 64, i32::MAX] {
+                let mut words = words();
+                words[place] = wrong;
+                if let Ok(plan) = unpack(&words) {
+                    assert_eq!(plan.to_words(), words, "word {place} is {wrong}");
+                }
+            }
+        }
+    }
+}
