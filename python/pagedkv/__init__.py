@@ -6,7 +6,7 @@ Importing the package imports neither torch nor CuPy. What needs them is loaded 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.attention import paged_attention
+from pagedkv.attention import PagedAttention, paged_attention
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.exceptions import PagedKVError
 from pagedkv.kv_cache import KVCache
@@ -46,6 +46,7 @@ __all__ = [
     "KVCache",
     "KVCacheManager",
     "KVEventBatch",
+    "PagedAttention",
     "PagedKVError",
     "Scheduler",
     "SchedulerConfig",

@@ -11,6 +11,7 @@ from typing_extensions import Buffer
 __all__ = [
     "AllBlocksCleared",
     "AllocatedSlots",
+    "AttentionPlan",
     "BatchSlots",
     "BlockPool",
     "BlockRemoved",
@@ -899,4 +900,44 @@ def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *, num_threads: int | None = None
 ) -> None: ...
 def instruction_sets() -> list[str]: ...
+
+@final
+class AttentionPlan:
+    def __new__(
+        cls,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        block_table: Any,
+        seq_lens: Any,
+        query_start_loc: Any,
+        *,
+        rows: Any = None,
+        sliding_window: int | None = None,
+        tree_mask: Any = None,
+        tree_mask_start_loc: Any = None,
+        num_threads: int | None = None,
+    ) -> AttentionPlan: ...
+    @staticmethod
+    def unpack(plan: Any, q: Any, k_cache: Any, *, num_threads: int | None = None) -> AttentionPlan: ...
+    def pack(self) -> _Int32Array: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def run(
+        self,
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        out: Any,
+        *,
+        lse: Any = None,
+        softmax_scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None: ...
+
 def default_num_threads() -> int: ...

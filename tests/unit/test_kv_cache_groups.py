@@ -8,7 +8,7 @@ import torch
 
 from pagedkv import CacheConfig, GroupSpec, SchedulerConfig, reference
 from pagedkv.attention import paged_attention
-from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
 
 NUM_BLOCKS = 9
@@ -229,7 +229,6 @@ def test_given_pool_is_refused_when_groups_differ_and_slots_are_outermost():
             ValueError,
             "groups: expected each layer once, found layer 1 again",
         ),
-        (make_config(GroupSpec([0], 2, 8, "float8_e5m2")), UnsupportedError, "dtype: .* float8_e5m2"),
     ],
 )
 def test_configuration_is_refused_when_its_groups_do_not_fit_one_pool(config, error, message):

@@ -4,8 +4,9 @@ from typing import Any
 
 from pagedkv.attention import cpu
 from pagedkv.attention.cpu import instruction_sets
+from pagedkv.attention.planned import PagedAttention
 
-__all__ = ["instruction_sets", "merge_states", "paged_attention"]
+__all__ = ["PagedAttention", "instruction_sets", "merge_states", "paged_attention"]
 
 
 def paged_attention(

@@ -34,7 +34,7 @@ class KVCache:
     num_layers, num_kv_heads, head_dim : int
         The model's sizes.
     dtype : str or torch.dtype
-        "float32", "float16" or "bfloat16".
+        "float32", "float16", "bfloat16", or FP8: "float8_e4m3fn" or "float8_e5m2", whose scales are the caller's.
     max_num_seqs : int
         Rows of the block table.
     max_blocks_per_seq : int
@@ -42,7 +42,7 @@ class KVCache:
     layout : {"block", "layer"}
         Which dimension is outermost in memory; ignored when `pool` is given.
     backend : {"torch", "numpy"}
-        The library that makes the memory. NumPy holds bfloat16 as uint16.
+        The library that makes the memory. NumPy holds bfloat16 as uint16 and FP8 as uint8.
     device : str
         Where to make it; the CPU only.
     pool : array, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), optional
@@ -72,7 +72,7 @@ class KVCache:
     Raises
     ------
     UnsupportedError
-        If `dtype` or `device` waits for a later version.
+        If `device` waits for a later version.
     TypeError, InvalidArgumentError
         If an argument is out of its range, or given memory is read-only, overlaps itself or the other's, does not have
         the shape and type that it should, or can't be seen in the shape of each group.
@@ -361,7 +361,9 @@ class KVCache:
                     f"plan.slot_moves: expected slots below {num_slots}, found {source} and {destination}"
                 )
 
-    def append_kv(self, layer: int, k: Any, v: Any, slot_mapping: Any) -> None:
+    def append_kv(
+        self, layer: int, k: Any, v: Any, slot_mapping: Any, *, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
         """Write keys and values of new tokens into their slots.
 
         Parameters
@@ -373,8 +375,11 @@ class KVCache:
         slot_mapping : array, shape (num_tokens,), int64
             ``block * block_size + offset`` of each token in the blocks of the layer's group; -1 is skipped. Where a
             slot comes twice, the later token wins.
+        k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+            What keys and values are divided by before they are rounded to FP8, for all KV heads or each; attention
+            needs the same. Only for a layer that is FP8.
         """
-        append_kv(k, v, *self.layer_tensors(layer), slot_mapping)
+        append_kv(k, v, *self.layer_tensors(layer), slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def copy_blocks(self, pairs: Any) -> None:
         """Copy whole blocks over all layers.

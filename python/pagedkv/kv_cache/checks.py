@@ -7,8 +7,6 @@ from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.memory import ITEM_BYTES
 
-_UNSUPPORTED_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-
 
 def integer(argument: str, found: Any) -> int:
     """Return an integer, or say which argument is none."""
@@ -45,8 +43,6 @@ def check_apart(argument: str, tensor: _core.Tensor, other_argument: str, other:
 def dtype_name(dtype: Any) -> str:
     """Return the name of an element type that a cache may hold."""
     name = str(dtype).removeprefix("torch.")
-    if name in _UNSUPPORTED_DTYPES:
-        raise UnsupportedError(f"dtype: KVCache does not support {name} yet")
     _check_choice("dtype", name, tuple(ITEM_BYTES))
     return name
 

@@ -6,9 +6,15 @@ from typing import Any
 import numpy as np
 
 # What a cache may hold, and the bytes of an element.
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# NumPy has no bfloat16; its bits travel as uint16.
-_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# NumPy has neither bfloat16 nor FP8; their bits travel as unsigned integers.
+_NUMPY_DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8,
+}
 
 
 def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pagedkv.attention import paged_attention
+from pagedkv.attention import PagedAttention
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
 
@@ -84,7 +84,8 @@ class AttentionMetadata:
 
     Notes
     -----
-    Arrays come from any library that speaks DLPack; they are imported once for all layers.
+    Arrays come from any library that speaks DLPack. They are imported once for all layers, and the batch is planned
+    once per cache group, when its first layer attends: make another object for the next step.
     """
 
     kv_cache: KVCache
@@ -94,6 +95,9 @@ class AttentionMetadata:
     seq_lens: Any
     query_start_loc: Any
     _by_group: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
+    _planned: dict[tuple[int, int, int | None], PagedAttention] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         slots, table = (from_dlpack(getattr(self, name), argument=name) for name in ("slot_mapping", "block_table"))
@@ -166,18 +170,24 @@ class AttentionMetadata:
                 f"sliding_window: expected at most {kept}, which the cache group of layer {layer} keeps,"
                 f" found {sliding_window}"
             )
-        slot_mapping, block_table = self._by_group[number]
-        self.kv_cache.append_kv(layer, k, v, slot_mapping)
-        out: torch.Tensor = paged_attention(
+        self.kv_cache.append_kv(layer, k, v, self._by_group[number][0])
+        out: torch.Tensor = self._attention(number, q.shape[1], sliding_window).run(
             q,
             *self.kv_cache.layer_tensors(layer),
-            block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self.rows,
             softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
         )
         return out
+
+    def _attention(self, number: int, num_q_heads: int, sliding_window: int | None) -> PagedAttention:
+        """Return the step's batch, planned for layers of a cache group that are alike."""
+        kind = (number, num_q_heads, sliding_window)
+        planned = self._planned.get(kind)
+        if planned is None:
+            group, block_table = self.kv_cache.groups[number], self._by_group[number][1]
+            sizes = (num_q_heads, group.num_kv_heads, group.head_dim, group.block_size)
+            planned = PagedAttention(*sizes, sliding_window=sliding_window)
+            planned.plan(block_table, self.seq_lens, self.query_start_loc, self.rows)
+            self._planned[kind] = planned
+        return planned

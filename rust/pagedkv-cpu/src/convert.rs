@@ -5,8 +5,8 @@
 use std::ffi::c_void;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 
 use crate::fp8;
 use crate::view::DType;
@@ -54,7 +54,7 @@ pub(crate) unsafe fn store(dtype: DType, src: &[f32], dst: *mut c_void) {
         match dtype {
             DType::F32 => from_raw_parts_mut(dst.cast::<f32>(), n).copy_from_slice(src),
             DType::F16 => from_raw_parts_mut(dst.cast::<f16>(), n).convert_from_f32_slice(src),
-            DType::BF16 => from_raw_parts_mut(dst.cast::<bf16>(), n).convert_from_f32_slice(src),
+            DType::BF16 => narrow_bf16(src, from_raw_parts_mut(dst.cast::<u16>(), n)),
             DType::F8E4M3 | DType::F8E5M2 => {
                 for (bits, s) in from_raw_parts_mut(dst.cast::<u8>(), n).iter_mut().zip(src) {
                     *bits = fp8::encode(dtype, *s);
@@ -72,9 +72,30 @@ fn widen_bf16(src: &[u16], dst: &mut [f32]) {
     }
 }
 
+// As `half` rounds, without branches, so that it vectorises too.
+fn narrow_bf16(src: &[f32], dst: &mut [u16]) {
+    for (d, s) in dst.iter_mut().zip(src) {
+        let bits = s.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let quiet = bits >> 16 | 0x40;
+        *d = if s.is_nan() { quiet } else { rounded } as u16;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
+
+    #[test]
+    fn float32_is_narrowed_to_bfloat16_as_half_does() {
+        for bits in (0..=u32::MAX).step_by(4093).chain([0x7f80_0001, 0xff80_0001, 0x7f7f_8000, 0x7f7f_7fff]) {
+            let (wide, mut narrow) = ([f32::from_bits(bits)], [0]);
+            narrow_bf16(&wide, &mut narrow);
+            assert_eq!(narrow, [bf16::from_f32(wide[0]).to_bits()], "{bits:#x}");
+        }
+    }
 
     #[test]
     fn every_half_survives_the_way_to_float32_and_back() {

@@ -40,7 +40,9 @@ mod simd;
 mod threads;
 mod view;
 
-pub use attention::{AttentionOptions, Batch, Operands, State, TreeMask, merge_states, paged_attention};
+pub use attention::{
+    AttentionOptions, AttentionPlan, AttentionShape, Batch, Operands, State, TreeMask, merge_states, paged_attention,
+};
 pub use cache::{
     Scales, append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table,
 };

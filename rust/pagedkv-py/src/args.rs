@@ -156,5 +156,5 @@ numbers! {
     u32s: u32 { block_size head_dim layer long_prefill_token_threshold lookahead max_model_len max_num_batched_tokens max_num_seqs max_pending_events max_plans_in_flight max_tokens min_tokens n num_accepted num_blocks num_draft_tokens num_external_tokens num_host_blocks num_kv_heads num_new_tokens num_tokens pin_quota_blocks prefill_chunk_multiple samples sequence sequences tokens }
     u64s: u64 { hash_seed pin pin_quota_bytes plan sequence }
     u8s: u8 { cache_priority }
-    usizes: usize { axis group num_blocks }
+    usizes: usize { axis block_size group head_dim num_blocks num_kv_heads num_q_heads }
 }

@@ -1,10 +1,10 @@
 //! Attention on the CPU as functions: import the arrays, let go of the interpreter, call.
 
-use pagedkv_cpu::{AttentionOptions, BLOCK_TABLE, Batch, CACHE, Isa, LSE, Operands, QUERIES, State, TreeMask};
+use pagedkv_cpu::{AttentionOptions, Isa, LSE, QUERIES, State};
 use pyo3::prelude::*;
 
-use crate::cpu_ops::{array, integers, optional, per_head, threads, to_py_err};
-use crate::errors::invalid;
+use crate::attention_arrays::{IndexArrays, LayerArrays};
+use crate::cpu_ops::{array, threads, to_py_err};
 
 /// Causal attention of a ragged batch over cached keys and values; see `pagedkv_cpu::paged_attention`.
 #[pyfunction]
@@ -34,37 +34,10 @@ pub(crate) fn paged_attention(
     tree_mask_start_loc: Option<&Bound<'_, PyAny>>,
     #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
-    let (q, out) = (array("q", q)?, array("out", out)?);
-    let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
-    let block_table = array("block_table", block_table)?;
-    let lse = optional("lse", lse)?;
-    let (sinks, alibi_slopes) = (optional("sinks", sinks)?, optional("alibi_slopes", alibi_slopes)?);
-    let (k_scale, v_scale) = (optional("k_scale", k_scale)?, optional("v_scale", v_scale)?);
-    let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
-    let query_start_loc: Vec<i32> = integers("query_start_loc", query_start_loc)?;
-    let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
-    let mask_bits: Option<Vec<u8>> = tree_mask.map(|mask| integers("tree_mask", mask)).transpose()?;
-    let mask_starts = tree_mask_start_loc.map(|starts| integers("tree_mask_start_loc", starts)).transpose()?;
-    let mask_starts: Option<Vec<i32>> = mask_starts;
-    let threads = threads(py, num_threads)?;
-    let (q, out) = (q.view("q", QUERIES)?, out.view_mut("out", QUERIES)?);
-    let mut operands = Operands::new(q, k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?, out);
-    operands.lse = lse.as_ref().map(|lse| lse.view_mut("lse", LSE)).transpose()?;
-    operands.sinks = per_head("sinks", sinks.as_ref(), "num_q_heads")?;
-    operands.alibi_slopes = per_head("alibi_slopes", alibi_slopes.as_ref(), "num_q_heads")?;
-    operands.k_scale = per_head("k_scale", k_scale.as_ref(), "num_kv_heads")?;
-    operands.v_scale = per_head("v_scale", v_scale.as_ref(), "num_kv_heads")?;
-    let batch = Batch {
-        block_table: block_table.view("block_table", BLOCK_TABLE)?,
-        rows: rows.as_deref(),
-        seq_lens: &seq_lens,
-        query_start_loc: &query_start_loc,
-        tree_mask: match (&mask_bits, &mask_starts) {
-            (Some(bits), Some(start_loc)) => Some(TreeMask { bits, start_loc }),
-            (None, None) => None,
-            _ => return Err(invalid("tree_mask", "tree_mask and tree_mask_start_loc together", "one of the two")),
-        },
-    };
+    let layer = LayerArrays::read([q, k_cache, v_cache, out], lse, [sinks, alibi_slopes], [k_scale, v_scale])?;
+    let tree_mask = [tree_mask, tree_mask_start_loc];
+    let index_arrays = IndexArrays::read(block_table, seq_lens, query_start_loc, rows, tree_mask)?;
+    let (operands, batch, threads) = (layer.operands()?, index_arrays.batch()?, threads(py, num_threads)?);
     let options = AttentionOptions { softmax_scale, sliding_window, soft_cap, isa: None };
     py.detach(|| pagedkv_cpu::paged_attention(&operands, &batch, &options, threads)).map_err(to_py_err)
 }

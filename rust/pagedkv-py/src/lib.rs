@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 
 mod args;
 mod arrays;
+mod attention_arrays;
+mod attention_plan;
 mod chain_hash;
 mod config;
 mod cpu_attention;
@@ -33,6 +35,8 @@ mod verbs;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::attention_plan::AttentionPlan;
     #[pymodule_export]
     use crate::chain_hash::chain_hashes;
     #[pymodule_export]

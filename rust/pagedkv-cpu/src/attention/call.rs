@@ -34,7 +34,8 @@ pub(super) struct Row<'a> {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) kernels: Kernels,
-    /// Which element of a query each cell of a packed float32 one holds.
+    /// Which element of a query each cell of a packed float32 one holds; like below, less than `MAX_HEAD_DIM`, to which
+    /// whole vectors fill up.
     key_order: Vec<usize>,
     /// Which element of the output each cell of an accumulator holds.
     pub(super) value_order: Vec<usize>,
@@ -115,19 +116,18 @@ impl<'a> Call<'a> {
         let [token, head] = self.token_and_head(tile, kv_head, row);
         let q = &self.operands.q;
         let from = q.at([token, head, 0]);
-        let mut natural = [0_f32; MAX_HEAD_DIM];
-        let natural = &mut natural[..self.plan.cut.head_dim];
         if path.kernels.keys.is_paired {
             cells.fill(0.0);
-            let bytes = natural.len() * q.dtype().size_bytes();
+            let bytes = self.plan.cut.head_dim * q.dtype().size_bytes();
             // SAFETY: the row lies inside `q`, whose rows are contiguous bfloat16, and is no longer than the cells.
             unsafe { cells.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from.cast(), bytes) };
             return;
         }
+        let mut natural = [0_f32; MAX_HEAD_DIM];
         // SAFETY: the row lies inside `q`, whose rows are contiguous.
-        unsafe { load(q.dtype(), from, natural) };
+        unsafe { load(q.dtype(), from, &mut natural[..self.plan.cut.head_dim]) };
         for (cell, element) in cells.iter_mut().zip(&path.key_order) {
-            *cell = natural.get(*element).copied().unwrap_or(0.0);
+            *cell = natural[element % MAX_HEAD_DIM];
         }
     }
 
@@ -185,17 +185,18 @@ impl<'a> Call<'a> {
         let head_dim = self.plan.cut.head_dim;
         let [token, head] = self.token_and_head(tile, kv_head, row);
         let mut out = [0_f32; MAX_HEAD_DIM];
-        let out = &mut out[..head_dim];
         if result.sum == 0.0 {
-            self.write(token, head, out, f32::NEG_INFINITY);
+            self.write(token, head, &out[..head_dim], f32::NEG_INFINITY);
             return;
         }
         let (shrink, sum, lse) = self.normaliser(head, result.max, result.sum);
         let factor = shrink * path.kernels.values.scale * of_head(&self.v_scales, kv_head);
         for (element, value) in path.value_order.iter().zip(result.acc) {
-            if let Some(out) = out.get_mut(*element) {
-                *out = value * factor / sum;
-            }
+            out[element % MAX_HEAD_DIM] = *value;
+        }
+        let out = &mut out[..head_dim];
+        for value in &mut *out {
+            *value = *value * factor / sum;
         }
         self.write(token, head, out, lse);
     }

@@ -59,7 +59,7 @@ pub(super) fn check_operands(operands: &Operands, options: &AttentionOptions, th
     }
     check_per_head(&mut dims, operands)?;
     check_options(options)?;
-    check_sizes(operands, options, threads)
+    check_sizes(q.shape(), k_cache.shape(), options.sliding_window, threads)
 }
 
 /// The numbers of each head.
@@ -104,9 +104,6 @@ fn check_options(options: &AttentionOptions) -> Result<()> {
     {
         return refuse("softmax_scale", "a finite number", scale.to_string());
     }
-    if options.sliding_window == Some(0) {
-        return refuse("sliding_window", "at least 1 (a token sees itself)", "0".to_owned());
-    }
     if let Some(cap) = options.soft_cap
         && !(cap.is_finite() && cap > 0.0)
     {
@@ -115,11 +112,18 @@ fn check_options(options: &AttentionOptions) -> Result<()> {
     Ok(())
 }
 
-fn check_sizes(operands: &Operands, options: &AttentionOptions, threads: usize) -> Result<Cut> {
-    let [num_tokens, num_q_heads, head_dim] = operands.q.shape();
-    let [num_blocks, num_kv_heads, block_size, _] = operands.k_cache.shape();
+/// Checks the shapes of queries and cache and the window.
+pub(super) fn check_sizes(
+    [num_tokens, num_q_heads, head_dim]: [usize; 3],
+    [num_blocks, num_kv_heads, block_size, _]: [usize; 4],
+    sliding_window: Option<usize>,
+    threads: usize,
+) -> Result<Cut> {
     let refuse =
         |argument, expected: String, found: usize| Err(Error::Value { argument, expected, found: found.to_string() });
+    if sliding_window == Some(0) {
+        return refuse("sliding_window", "at least 1 (a token sees itself)".to_owned(), 0);
+    }
     if !head_dim.is_multiple_of(HEAD_DIM_STEP) || !(1..=MAX_HEAD_DIM).contains(&head_dim) {
         let expected = format!("a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}");
         return refuse("head_dim", expected, head_dim);
@@ -141,7 +145,7 @@ fn check_sizes(operands: &Operands, options: &AttentionOptions, threads: usize) 
         num_kv_heads,
         group: num_q_heads / num_kv_heads,
         head_dim,
-        sliding_window: options.sliding_window,
+        sliding_window,
         num_threads: threads.max(1),
     })
 }

@@ -14,12 +14,15 @@ mod few_rows;
 mod hidden;
 mod many_rows;
 mod merge_states;
+mod packed;
 mod plan;
+mod planned;
 mod tokens;
 
 pub use batch::{Batch, TreeMask};
 pub(crate) use batch::{BlockTable, check_seq_lens};
 pub use merge_states::{State, merge_states};
+pub use planned::{AttentionPlan, AttentionShape};
 
 use std::cell::RefCell;
 
@@ -111,13 +114,18 @@ pub fn paged_attention(
     let cut = check::check_operands(operands, options, threads)?;
     let plan = Plan::new(batch, &cut)?;
     check::check_trees(operands, batch)?;
+    attend(operands, options, &plan, isa, threads);
+    Ok(())
+}
+
+/// Computes what was checked.
+fn attend(operands: &Operands, options: &AttentionOptions, plan: &Plan, isa: Isa, threads: usize) {
     let dtypes = [operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype()];
-    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes), cut.head_dim));
+    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes), plan.cut.head_dim));
     WORKSPACE.with_borrow_mut(|workspace| {
         let rows = workspace.floats(plan.split.num_partial_rows * paths[0].row_len()).as_mut_ptr();
-        run(&Call::new(operands, options, &plan, paths, Workspace { rows }), threads);
+        run(&Call::new(operands, options, plan, paths, Workspace { rows }), threads);
     });
-    Ok(())
 }
 
 fn run(call: &Call<'_>, threads: usize) {
@@ -134,5 +142,5 @@ fn run(call: &Call<'_>, threads: usize) {
     threads::for_each(threads, split.num_partial_rows * cut.head_dim, split.merges.len(), |index| {
         call.merge(&split.merges[index]);
     });
-    call.clear_tokens(plan.num_tokens..cut.num_tokens);
+    call.clear_tokens(plan.num_tokens..call.operands.out.shape()[0]);
 }

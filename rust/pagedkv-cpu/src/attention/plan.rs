@@ -31,24 +31,58 @@ pub(super) struct Cut {
     pub(super) num_threads: usize,
 }
 
+impl Cut {
+    fn split_options(&self) -> SplitKvOptions {
+        SplitKvOptions {
+            num_kv_heads: self.num_kv_heads,
+            group: self.group,
+            sliding_window: self.sliding_window,
+            max_rows: MAX_ROWS,
+            max_split_rows: MAX_SPLIT_ROWS,
+            split: KeySplit::Fixed(KEYS_PER_PIECE),
+            num_workers: self.num_threads,
+        }
+    }
+}
+
 /// One sequence of the batch, its blocks checked.
 #[derive(Debug)]
 pub(super) struct Sequence {
-    shape: SequenceShape,
+    pub(super) shape: SequenceShape,
     /// Its first query token in the batch.
     first_token: usize,
     /// Blocks from the one that holds the first visible key on.
-    blocks: Vec<u32>,
+    pub(super) blocks: Vec<u32>,
     /// How many blocks of the sequence come before those.
     skipped_blocks: usize,
     window: Option<usize>,
     /// Rows of bits that say what queries of a draft tree see of their step; empty for a causal sequence.
-    mask: Vec<u8>,
+    pub(super) mask: Vec<u8>,
     /// Whether its rows are few, so that keys are read where they lie.
     pub(super) is_split: bool,
 }
 
 impl Sequence {
+    /// A sequence whose queries start at `first_token`; `blocks` finds those that hold some of its tokens.
+    pub(super) fn new(
+        cut: &Cut,
+        shape: SequenceShape,
+        first_token: usize,
+        mask: Vec<u8>,
+        blocks: impl FnOnce(Range<usize>) -> Result<Vec<u32>>,
+    ) -> Result<Self> {
+        let keys = shape.visible(&(0..shape.num_queries), cut.sliding_window);
+        Ok(Self {
+            first_token,
+            skipped_blocks: keys.start / cut.block_size,
+            blocks: if shape.num_queries == 0 { Vec::new() } else { blocks(keys)? },
+            window: cut.sliding_window,
+            is_split: cut.split_options().is_split(&shape),
+            shape,
+            mask,
+        })
+    }
+
     /// Tokens before the first query.
     fn context(&self) -> usize {
         self.shape.len.saturating_sub(self.shape.num_queries)
@@ -144,34 +178,21 @@ impl Plan {
         if let Some(mask) = &batch.tree_mask {
             mask.check(lens.len())?;
         }
-        let options = SplitKvOptions {
-            num_kv_heads: cut.num_kv_heads,
-            group: cut.group,
-            sliding_window: cut.sliding_window,
-            max_rows: MAX_ROWS,
-            max_split_rows: MAX_SPLIT_ROWS,
-            split: KeySplit::Fixed(KEYS_PER_PIECE),
-            num_workers: cut.num_threads,
-        };
         let num_tokens = queries.last().map_or(0, |tokens| tokens.end);
         let mut sequences = Vec::with_capacity(lens.len());
         for (index, (len, tokens)) in lens.into_iter().zip(queries).enumerate() {
             let rows = batch.tree_mask.map(|mask| mask.rows(index, tokens.len())).transpose()?.unwrap_or_default();
             let shape = SequenceShape { len, num_queries: tokens.len(), is_tree: !rows.is_empty() };
-            let keys = shape.visible(&(0..tokens.len()), cut.sliding_window);
-            let blocks = if tokens.is_empty() { Vec::new() } else { table.blocks(index, keys.clone())? };
-            sequences.push(Sequence {
-                shape,
-                first_token: tokens.start,
-                blocks,
-                skipped_blocks: keys.start / cut.block_size,
-                window: cut.sliding_window,
-                mask: rows.to_vec(),
-                is_split: options.is_split(&shape),
-            });
+            let find = |keys| table.blocks(index, keys);
+            sequences.push(Sequence::new(cut, shape, tokens.start, rows.to_vec(), find)?);
         }
+        Ok(Self::of(cut, sequences, num_tokens))
+    }
+
+    /// The plan of sequences that were checked.
+    pub(super) fn of(cut: &Cut, sequences: Vec<Sequence>, num_tokens: usize) -> Self {
         let shapes: Vec<SequenceShape> = sequences.iter().map(|sequence| sequence.shape).collect();
-        Ok(Self { cut: *cut, sequences, split: SplitKvPlan::new(&shapes, &options), num_tokens })
+        Self { cut: *cut, sequences, split: SplitKvPlan::new(&shapes, &cut.split_options()), num_tokens }
     }
 }
 

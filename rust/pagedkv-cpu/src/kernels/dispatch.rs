@@ -119,8 +119,11 @@ impl ValueKernels {
 /// Elements in the order of `order`, for whole units of `stored`.
 fn order(order: DType, stored: DType, head_dim: usize, lanes: usize) -> Vec<usize> {
     let unit = lanes * 4 / stored.size_bytes();
-    let of_unit = move |first: usize| (0..unit).map(move |i| first + position(order, lanes, i / lanes, i % lanes));
-    (0..head_dim).step_by(unit).flat_map(of_unit).collect()
+    let mut elements = Vec::with_capacity(head_dim.next_multiple_of(unit));
+    for first in (0..head_dim).step_by(unit) {
+        elements.extend((0..unit).map(|i| first + position(order, lanes, i / lanes, i % lanes)));
+    }
+    elements
 }
 
 macro_rules! kernels {
