@@ -19,7 +19,8 @@ peers           further peers, name to value
 better          "higher" or "lower", so that ratio can be checked by its reader
 samples, spread number of our samples; (q3 - q1) / median, 0 for a single one
 
-and, beside them, whatever sizes the benchmark passed by name.
+and, beside them, whatever sizes the benchmark passed by name; `must_reach`, where there is one, is a column of the
+table. What a build cannot do is no missing line: `report.refuse` adds it, every figure null, with the reason in `refused`.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from rich.table import Table
 
 Measurement = float | Iterable[float]
 Better = Literal["higher", "lower"]
+FIELDS = ["what", "unit", "ours", "peer", "peer_name", "ratio", "limit", "limit_name", "of_limit", "peers", "better"]
+FIELDS += ["samples", "spread"]
 
 
 class Report:
@@ -96,8 +99,16 @@ class Report:
             "samples": len(samples),
             "spread": spread(samples),
         }
+        return self._write(line, sizes)
+
+    def refuse(self, what: str, unit: str, reason: str, *, better: Better, **sizes: Any) -> dict[str, Any]:
+        """Add a line that could not be measured, and why."""
+        line: dict[str, Any] = dict.fromkeys(FIELDS) | {"what": what, "unit": unit, "peers": {}, "better": better}
+        return self._write(line | {"samples": 0, "refused": reason}, sizes)
+
+    def _write(self, line: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
         if taken := line.keys() & sizes.keys():
-            raise ValueError(f"{what}: {sorted(taken)} are fields of every line, not sizes")
+            raise ValueError(f"{line['what']}: {sorted(taken)} are fields of every line, not sizes")
         line |= sizes
         self.lines.append(line)
         if self._json_path is not None:
@@ -127,6 +138,7 @@ COLUMNS: list[tuple[str, Literal["left", "right"]]] = [
     ("times better", "right"),
     ("limit", "right"),
     ("of limit", "right"),
+    ("must reach", "left"),
 ]
 
 
@@ -166,11 +178,12 @@ def _cells(line: Mapping[str, Any]) -> list[str]:
 
     return [
         line["what"],
-        f"{line['ours']:.4g}",
+        line["refused"] if line["ours"] is None else f"{line['ours']:.4g}",
         f"{line['spread']:.1%}" if line["samples"] > 1 else "",
         line["unit"],
         named("peer", "peer_name"),
         "" if line["ratio"] is None else f"{line['ratio']:.2f}",
         named("limit", "limit_name"),
         "" if line["of_limit"] is None else f"{line['of_limit']:.0%}",
+        line.get("must_reach") or "",
     ]

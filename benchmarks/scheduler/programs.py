@@ -4,38 +4,27 @@ import functools
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from pagedkv.bench.lines.measured import Measured
-
-ROOT = Path(__file__).resolve().parents[2]
+from program import ROOT, Program
 
 
 class Peer:
     """vLLM's scheduler in an environment of its own."""
 
     def __init__(self, environment: Path) -> None:
-        command = [environment / "bin" / "python", ROOT / "benchmarks" / "peers" / "vllm_scheduler.py"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._program = Program([environment / "bin" / "python", ROOT / "benchmarks" / "peers" / "vllm_scheduler.py"])
         self.name = ""
 
     def run(self, workload: str) -> list[float]:
         """Return the samples of a workload."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(workload, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the peer ended at {workload}, with exit status {self._process.wait()}")
-        line: dict[str, Any] = json.loads(answer)
+        line = self._program.ask(workload)
         self.name = line["peer"]
         return line["samples"]
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._program.close()
 
 
 def build_rust_benches() -> None:

@@ -1,0 +1,1 @@
+"""What `bench_attention.py` is made of."""

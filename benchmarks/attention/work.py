@@ -1,0 +1,161 @@
+"""Our side: caches of many layers in shuffled blocks, and what is done to them."""
+
+from dataclasses import dataclass
+
+import torch
+
+import pagedkv
+from attention.table import BLOCK_SIZE, Shape
+
+MAX_LAYERS = 32
+# Random numbers that are laid out again and again to fill a pool; no multiple of a block, so that blocks differ.
+FILL_ELEMENTS = (1 << 24) + 40
+
+
+class WrongResultError(Exception):
+    """What is to be measured does not compute what it should."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A cache of several layers whose blocks a table names in shuffled order."""
+
+    cache: pagedkv.KVCache
+    block_table: torch.Tensor
+
+    @property
+    def num_layers(self) -> int:
+        return self.cache.num_layers
+
+    @property
+    def address(self) -> int:
+        """An address in the middle of its memory."""
+        return self.cache.pool.data_ptr() + self.cache.num_bytes // 2
+
+
+def layers_that_fit(shape: Shape, budget_bytes: int) -> int:
+    """Return how many layers of a shape's keys and values fit; at least one, at most `MAX_LAYERS`."""
+    return max(1, min(MAX_LAYERS, budget_bytes // shape.kv_bytes))
+
+
+def make_pool(shape: Shape, num_layers: int) -> Pool:
+    """Make a cache for the sequences of a shape, filled with random numbers; block 0 is in no table."""
+    per_seq = -(-shape.seq_len // BLOCK_SIZE)
+    num_blocks = shape.num_seqs * per_seq + 1
+    sizes = (num_blocks, BLOCK_SIZE, num_layers, shape.num_kv_heads, shape.head_dim)
+    cache = pagedkv.KVCache(*sizes, shape.dtype, max_num_seqs=shape.num_seqs, max_blocks_per_seq=per_seq)
+    torch.manual_seed(0)
+    fill(cache.pool)
+    table = torch.randperm(num_blocks - 1).add(1).int().reshape(shape.num_seqs, per_seq)
+    return Pool(cache, table)
+
+
+def fill(array: torch.Tensor) -> None:
+    """Fill contiguous memory with normally distributed numbers."""
+    random = torch.randn(FILL_ELEMENTS).to(array.dtype)
+    for part in array.view(-1).split(FILL_ELEMENTS):
+        part.copy_(random[: len(part)])
+
+
+class Attention:
+    """Attention of the last queries of every sequence, over one layer of a pool after the other."""
+
+    def __init__(self, shape: Shape, pool: Pool) -> None:
+        self.shape = shape
+        self.pool = pool
+        dtype = getattr(torch, shape.q_dtype)
+        num_tokens = shape.num_seqs * shape.num_queries
+        self.q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim).to(dtype)
+        self.out = torch.empty_like(self.q)
+        self.seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
+        self.query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
+        self.layers = [pool.cache.layer(layer) for layer in range(pool.num_layers)]
+
+    def __call__(self, number: int) -> None:
+        k_cache, v_cache = self.layers[number % len(self.layers)]
+        batch = (self.pool.block_table, self.seq_lens, self.query_start_loc)
+        pagedkv.paged_attention(self.q, k_cache, v_cache, *batch, out=self.out)
+
+    def check(self) -> None:
+        """Compare the first sequence with torch, on keys and values that torch itself looks up in the table."""
+        last = len(self.layers) - 1
+        self(last)
+        shape = self.shape
+        k, v = (self._of_first_sequence(cache) for cache in self.layers[last])
+        q, out = (array[: shape.num_queries].float().transpose(0, 1) for array in (self.q, self.out))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        wanted = attention(q, k, v, is_causal=shape.num_queries > 1, enable_gqa=True)
+        error = float((out - wanted).norm() / wanted.norm())
+        if not error < 0.02:
+            raise WrongResultError(f"expected the attention that torch computes, found one that is off by {error:.2%}")
+
+    def _of_first_sequence(self, cache: torch.Tensor) -> torch.Tensor:
+        blocks = cache[self.pool.block_table[0].long()].float()
+        return blocks.transpose(0, 1).reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
+
+
+class Append:
+    """Writes new tokens of every sequence into its blocks, from other arrays each time, layer after layer."""
+
+    def __init__(self, shape: Shape, pool: Pool) -> None:
+        self.pool = pool
+        self.slots = last_slots(shape, pool.block_table)
+        sizes = (pool.num_layers, 2, len(self.slots), shape.num_kv_heads, shape.head_dim)
+        self.sources = torch.empty(sizes, dtype=getattr(torch, shape.dtype))
+        fill(self.sources)
+
+    def __call__(self, number: int) -> None:
+        layer = number % self.pool.num_layers
+        self.pool.cache.append_kv(layer, *self.sources[layer], self.slots)
+
+    def by_torch(self, number: int) -> None:
+        """Do the same by torch's indexing."""
+        layer = number % self.pool.num_layers
+        blocks, offsets = self.slots // BLOCK_SIZE, self.slots % BLOCK_SIZE
+        for cache, source in zip(self.pool.cache.layer(layer), self.sources[layer], strict=True):
+            cache[blocks, :, offsets] = source
+
+    def check(self) -> None:
+        """Look the tokens up where they should be."""
+        self(0)
+        blocks, offsets = self.slots // BLOCK_SIZE, self.slots % BLOCK_SIZE
+        for cache, source in zip(self.pool.cache.layer(0), self.sources[0], strict=True):
+            if not torch.equal(cache[blocks, :, offsets], source):
+                raise WrongResultError("expected the appended tokens in their slots, found others")
+
+
+def last_slots(shape: Shape, block_table: torch.Tensor) -> torch.Tensor:
+    """Return the slots of the last `num_queries` tokens of each of the first `num_seqs` sequences."""
+    positions = torch.arange(shape.seq_len - shape.num_queries, shape.seq_len)
+    blocks = block_table[: shape.num_seqs].long()[:, positions // BLOCK_SIZE]
+    return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
+
+
+class Copy:
+    """Copies whole blocks over all layers, other ones each time."""
+
+    def __init__(self, pool: Pool, num_pairs: int) -> None:
+        self.pool = pool
+        order = pool.block_table.flatten()
+        self.pairs = [pairs.reshape(2, -1).T.contiguous() for pairs in order.split(2 * num_pairs)]
+        self.pairs = [pairs for pairs in self.pairs if len(pairs) == num_pairs]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.pool.cache.num_bytes // self.pool.cache.num_blocks
+
+    def __call__(self, number: int) -> None:
+        self.pool.cache.copy_blocks(self.pairs[number % len(self.pairs)])
+
+    def by_torch(self, number: int) -> None:
+        """Do the same by torch's indexing."""
+        sources, destinations = self.pairs[number % len(self.pairs)].long().T
+        self.pool.cache.pool[destinations] = self.pool.cache.pool[sources]
+
+    def check(self) -> None:
+        """Compare source and destination."""
+        self(0)
+        sources, destinations = self.pairs[0].long().T
+        blocks = self.pool.cache.pool
+        if not torch.equal(blocks[sources], blocks[destinations]):
+            raise WrongResultError("expected copies of blocks, found others")
