@@ -19,8 +19,8 @@ peers           further peers, name to value
 better          "higher" or "lower", so that ratio can be checked by its reader
 samples, spread number of our samples; (q3 - q1) / median, 0 for a single one
 
-and, beside them, whatever sizes the benchmark passed by name; `must_reach`, where there is one, is a column of the
-table. What a build cannot do is no missing line: `report.refuse` adds it, every figure null, with the reason in `refused`.
+and, beside them, whatever sizes the benchmark passed by name; `must_reach` is a column of the table. What a build
+cannot do is no missing line: `report.refuse` adds it, every figure null, with the reason in `refused`.
 """
 
 import argparse

@@ -57,11 +57,6 @@ def cpu_name() -> str:
     return found[1] if found else "unknown"
 
 
-def has_flag(flag: str) -> bool:
-    """Say whether the processor names a feature."""
-    return re.search(rf"^flags\s*:.*\b{flag}\b", Path("/proc/cpuinfo").read_text(), re.MULTILINE) is not None
-
-
 def page_bytes(address: int, pid: int | str = "self") -> int:
     """Return the size of most pages of the memory around an address."""
     return page_bytes_in(Path(f"/proc/{pid}/smaps").read_text(), address, os.sysconf("SC_PAGE_SIZE"))

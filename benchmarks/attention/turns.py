@@ -43,13 +43,13 @@ def stopwatch(run: Callable[[int], object]) -> Callable[[int], list[float]]:
     return time_calls
 
 
-def take_turns(turns: Sequence[Turn], rounds: int, rest_seconds: float = REST_SECONDS) -> Samples:
+def take_turns(turns: Sequence[Turn], rounds: int) -> Samples:
     """Return the samples of all turns by name, after a round that does not count; every round starts at another."""
     samples: Samples = {turn.name: [] for turn in turns}
     for number in range(-1, rounds):
         first = max(number, 0) % len(turns)
         for turn in [*turns[first:], *turns[:first]]:
-            time.sleep(rest_seconds)
+            time.sleep(REST_SECONDS)
             taken = turn.run(turn.count)
             if number >= 0:
                 samples[turn.name] += taken
@@ -57,13 +57,14 @@ def take_turns(turns: Sequence[Turn], rounds: int, rest_seconds: float = REST_SE
 
 
 def scaling(samples: Mapping[str, Sequence[float]]) -> float:
-    """Return how many times the peak of one thread two threads reach."""
-    return statistics.median(samples["fma_2"]) / statistics.median(samples["fma_1"])
+    """Return how many times the peak of one thread two threads reach.
+
+    The best sample of one thread: what slows down both alike would not show in two medians.
+    """
+    return statistics.median(samples["fma_2"]) / max(samples["fma_1"])
 
 
-def measure(
-    run: Callable[[], Samples], *, any_machine: bool = False, retry_seconds: float = RETRY_SECONDS
-) -> tuple[Samples, bool]:
+def measure(run: Callable[[], Samples], *, any_machine: bool = False) -> tuple[Samples, bool]:
     """Measure until two threads reach `MIN_SCALING`, and answer the samples and whether they count.
 
     Raises `MachineBusy` after `MAX_TRIES`; with `any_machine` the first try is taken as it is.
@@ -71,7 +72,7 @@ def measure(
     seen = []
     for attempt in range(MAX_TRIES):
         if attempt:
-            time.sleep(retry_seconds)
+            time.sleep(RETRY_SECONDS)
         samples = run()
         seen.append(scaling(samples))
         if seen[-1] >= MIN_SCALING or any_machine:
