@@ -57,7 +57,8 @@ def main() -> int:
         machine.close()
         if vllm:
             vllm.close()
-    report.show()
+    if report.lines:
+        report.show()
     return status
 
 

@@ -41,6 +41,4 @@ class Program:
 
     def close(self) -> None:
         """Let it end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()

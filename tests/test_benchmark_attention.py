@@ -46,7 +46,7 @@ def import_from(folder):
 
 
 with import_from(BENCHMARKS):
-    bench_attention, machine, measures, peers, table, turns, work, lines = (
+    bench_attention, machine, measures, peers, table, turns, work, lines, program = (
         importlib.import_module(name)
         for name in (
             "bench_attention",
@@ -57,6 +57,7 @@ with import_from(BENCHMARKS):
             "attention.turns",
             "attention.work",
             "lines",
+            "program",
         )
     )
 
@@ -130,6 +131,12 @@ def test_decode_reads_at_least_256_mib():
     assert all(line.shape.threads == (1 if line.what == "decode_context_1thread" else 2) for line in table.LINES)
 
 
+def test_both_sets_with_bfloat16_products_must_reach_the_same():
+    assert all(line.must.get("amx") == line.must.get("avx512_bf16") for line in table.LINES)
+    [gqa12] = [line for line in table.LINES if line.what == "decode_bf16_gqa12"]
+    assert (gqa12.must["avx2"].of_limit, gqa12.must["amx"].of_limit, gqa12.fma_limits) == (0.45, 0.40, ("avx2",))
+
+
 def test_flops_count_the_keys_that_each_query_sees():
     shape = table.Shape(1, 4, num_q_heads=1, num_kv_heads=1, head_dim=8, num_queries=4)
     assert shape.flops == 4 * 8 * (1 + 2 + 3 + 4)
@@ -193,7 +200,7 @@ def test_line_is_refused_by_name_when_the_build_cannot_do_it(small, monkeypatch)
 
 
 def test_work_that_computes_something_else_is_not_measured(small, monkeypatch):
-    monkeypatch.setattr(work.pagedkv, "paged_attention", lambda q, *_, out: out.copy_(q))
+    monkeypatch.setattr(work, "plan", lambda shape, batch: lambda q, *_, out: out.copy_(q))
     with pytest.raises(work.WrongResultError, match="off by"):
         measures.measure(make_bench(), shrunk(table.LINES[0]), torch.set_num_threads)
 
@@ -246,6 +253,15 @@ def test_exit_status_is_3_when_the_machine_is_busy(small, capsys):
     assert bench_attention.measure_all(bench, [shrunk(line) for line in table.LINES[:2]]) == 3
     assert "machine busy: decode_bf16_16x4096" in capsys.readouterr().err
     assert bench.report.lines == []
+
+
+def test_program_answers_line_by_line_and_its_end_is_an_error():
+    code = "import json, sys\nfor line in sys.stdin:\n    print(json.dumps({'n': int(line)}), flush=True)"
+    asked = program.Program([sys.executable, "-c", code])
+    assert [asked.ask(str(n)) for n in (1, 2)] == [{"n": 1}, {"n": 2}]
+    with pytest.raises(RuntimeError, match="ended at 'x', with exit status 1"):
+        asked.ask("x")
+    asked.close()
 
 
 def test_page_size_is_that_of_most_of_a_mapping():

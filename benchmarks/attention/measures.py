@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from attention import peers, turns
 from attention.machine import Machine, available_bytes, page_bytes
-from attention.table import Line, Shape
+from attention.table import BFLOAT16_SETS, Line, Shape
 from attention.turns import Samples, Turn
 from attention.work import MAX_LAYERS, Append, Attention, Copy, Pool, layers_that_fit, make_pool
 from lines import Report
@@ -139,7 +139,7 @@ def prefill(bench: Bench, line: Line) -> dict[str, Any]:
     sdpa = peers.torch_turn(peers.SDPA, peers.sdpa(shape, shape.dtype))
     in_float32 = peers.torch_turn(f"{peers.SDPA}, float32", peers.sdpa(shape, "float32"))
     products = [peers.torch_turn(f"torch {dtype} product", peers.product(dtype)) for dtype in ("bfloat16", "float32")]
-    limit = products[0 if bench.machine.isa == "avx512_bf16" else 1].name
+    limit = products[0 if bench.machine.isa in BFLOAT16_SETS else 1].name
     measured = [ours, *kernels, sdpa, in_float32]
     samples, sizes = bench.samples([*measured, *products, *bench.machine.turns("read_2")])
     figures = {turn.name: rates(shape.flops, samples[turn.name]) for turn in measured}

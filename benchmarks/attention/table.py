@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 BLOCK_SIZE = 16
 MIN_KV_BYTES = 1 << 28
+BFLOAT16_SETS = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 Kind = Literal["decode", "quantised", "prefill", "append", "copy", "layers"]
@@ -95,8 +96,8 @@ def _must(
     ratio: tuple[float | None, float | None] = (None, None),
     ours: float | None = None,
 ) -> dict[str, Must]:
-    sets = ("avx2", "avx512_bf16")
-    return {isa: Must(share, times, ours) for isa, share, times in zip(sets, of_limit, ratio, strict=True)}
+    avx2, avx512_bf16 = (Must(share, times, ours) for share, times in zip(of_limit, ratio, strict=True))
+    return {"avx2": avx2, **dict.fromkeys(BFLOAT16_SETS, avx512_bf16)}
 
 
 LINES = (

@@ -1,5 +1,6 @@
 """Our side: caches of many layers in shuffled blocks, and what is done to them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,14 +68,13 @@ class Attention:
         num_tokens = shape.num_seqs * shape.num_queries
         self.q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim).to(dtype)
         self.out = torch.empty_like(self.q)
-        self.seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
-        self.query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
         self.layers = [pool.cache.layer(layer) for layer in range(pool.num_layers)]
+        seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
+        query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
+        self._run = plan(shape, (pool.block_table, seq_lens, query_start_loc))
 
     def __call__(self, number: int) -> None:
-        k_cache, v_cache = self.layers[number % len(self.layers)]
-        batch = (self.pool.block_table, self.seq_lens, self.query_start_loc)
-        pagedkv.paged_attention(self.q, k_cache, v_cache, *batch, out=self.out)
+        self._run(self.q, *self.layers[number % len(self.layers)], out=self.out)
 
     def check(self) -> None:
         """Compare the first sequence with torch, on keys and values that torch itself looks up in the table."""
@@ -92,6 +92,16 @@ class Attention:
     def _of_first_sequence(self, cache: torch.Tensor) -> torch.Tensor:
         blocks = cache[self.pool.block_table[0].long()].float()
         return blocks.transpose(0, 1).reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
+
+
+def plan(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Callable[..., object]:
+    """Plan a batch outside of what is timed, as a step does; a build without plans does it in each call."""
+    planned = getattr(pagedkv, "PagedAttention", None)
+    if planned is None:
+        return lambda q, k_cache, v_cache, out: pagedkv.paged_attention(q, k_cache, v_cache, *batch, out=out)
+    attention = planned(shape.num_q_heads, shape.num_kv_heads, shape.head_dim, BLOCK_SIZE)
+    attention.plan(*batch)
+    return attention.run
 
 
 class Append:

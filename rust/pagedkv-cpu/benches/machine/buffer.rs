@@ -1,7 +1,5 @@
 //! A buffer larger than any cache, in pages of the kind that is asked for.
 
-use std::ffi::{c_int, c_void};
-
 /// The alignment of huge pages on x86-64, and of 4 KiB ones anyway.
 const ALIGN_BYTES: usize = 1 << 21;
 const WORD_BYTES: usize = size_of::<u64>();
@@ -49,12 +47,8 @@ impl Buffer {
 /// Asks for huge pages as torch does with `THP_MEM_ALLOC_ENABLE=1`; a system that refuses gives small ones.
 #[cfg(target_os = "linux")]
 fn advise_huge_pages(address: *mut u64, bytes: usize) {
-    const MADV_HUGEPAGE: c_int = 14;
-    unsafe extern "C" {
-        fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int;
-    }
     // SAFETY: the range lies inside one allocation, and the advice changes nothing of what it holds.
-    unsafe { madvise(address.cast(), bytes, MADV_HUGEPAGE) };
+    unsafe { libc::madvise(address.cast(), bytes, libc::MADV_HUGEPAGE) };
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -20,9 +20,9 @@ const PLAIN_LANES: usize = 4;
 const SHRINK: f32 = 0.998;
 const STEP: f32 = 0.002;
 
-/// Whether the kernels multiply bfloat16 pairs.
+/// Whether the instruction set has products of bfloat16 pairs.
 pub(crate) fn has_dot(isa: Isa) -> bool {
-    isa == Isa::Avx512Bf16
+    isa >= Isa::Avx512Bf16
 }
 
 /// Floating-point operations of a round of [`fma`].
@@ -30,7 +30,7 @@ pub(crate) fn fma_flops(isa: Isa) -> usize {
     let lanes = match isa {
         Isa::Scalar => PLAIN_LANES,
         Isa::Avx2 => 8,
-        Isa::Avx512 | Isa::Avx512Bf16 => 16,
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => 16,
     };
     2 * CHAINS * lanes
 }
@@ -45,7 +45,7 @@ pub(crate) fn fma(isa: Isa) {
     match isa {
         // SAFETY: the processor has the instructions, or `Isa::choose` would not have found them.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { fma_avx512() },
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { fma_avx512() },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { fma_avx2() },

@@ -12,7 +12,7 @@ pub(crate) fn read(isa: Isa, words: &[u64]) {
     let sum = match isa {
         // SAFETY: the processor has the instructions, or `Isa::choose` would not have found them.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { sum_avx512(words) },
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { sum_avx512(words) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { sum_avx2(words) },
