@@ -96,6 +96,7 @@ def small(monkeypatch):
     """Sizes that are done in no time, everything else as it is."""
     monkeypatch.setattr(table, "MIN_KV_BYTES", 1 << 16)
     monkeypatch.setattr(peers, "CYCLE_BYTES", 1 << 16)
+    monkeypatch.setattr(peers, "READ_BYTES", 1 << 16)
     monkeypatch.setattr(measures, "MAX_LAYERS", 2)
     monkeypatch.setattr(work, "MAX_LAYERS", 2)
     monkeypatch.setattr(work, "FILL_ELEMENTS", (1 << 12) + 40)

@@ -15,6 +15,7 @@ from lines import Report
 from pagedkv.exceptions import UnsupportedError
 
 OURS, IN_BF16, DEEP, FLAT = "ours", "ours, bfloat16 cache", "deep", "flat"
+TORCH_SUM = "torch sum"
 COUNT = 3  # samples of a turn that takes milliseconds
 NUM_COPIES = 64  # blocks that `copy_blocks` copies at once
 SLACK_BYTES = 3 << 29  # left for all else
@@ -42,8 +43,10 @@ class Bench:
 
     def samples(self, line_turns: Sequence[Turn]) -> tuple[Samples, dict[str, Any]]:
         """Take turns until they count; answer the samples and what every line says of the machine."""
-        samples, counts = turns.measure(lambda: turns.take_turns(line_turns, self.rounds), any_machine=self.any_machine)
-        sizes = self.machine.facts() | {"counts": counts, "scaling": turns.scaling(samples)}
+        all_turns = [*line_turns, peers.torch_turn(TORCH_SUM, peers.read())]
+        samples, counts = turns.measure(lambda: turns.take_turns(all_turns, self.rounds), any_machine=self.any_machine)
+        sizes: dict[str, Any] = {"torch_sum_gb_s": median(rates(peers.READ_BYTES, samples[TORCH_SUM]))}
+        sizes |= self.machine.facts() | {"counts": counts, "scaling": turns.scaling(samples)}
         sizes |= {field: median(samples[name]) / GIGA for name, field in LIMITS.items() if name in samples}
         return samples, sizes
 

@@ -16,6 +16,7 @@ from program import ROOT, Program
 
 SDPA = "torch SDPA, contiguous"
 CYCLE_BYTES = 1 << 30  # what a peer goes around in: together more than a cache holds
+READ_BYTES = 1 << 29
 
 
 def num_copies(kv_bytes: int) -> int:
@@ -33,6 +34,12 @@ def sdpa(shape: Shape, dtype: str) -> Callable[[int], object]:
     attention = torch.nn.functional.scaled_dot_product_attention
     is_causal = shape.num_queries > 1
     return lambda number: attention(q, *copies[number % len(copies)], is_causal=is_causal, enable_gqa=True)
+
+
+def read() -> Callable[[int], object]:
+    """Return torch's sum of a large array, of `READ_BYTES`: the plain read of the recipe that the peers come from."""
+    array = torch.ones(READ_BYTES // 4)
+    return lambda _: array.sum()
 
 
 def product(dtype: str, size: int = 2048) -> Callable[[int], object]:

