@@ -1,5 +1,8 @@
 """Makes arrays by the library that the caller uses, without importing one that it does not."""
 
+import contextlib
+import math
+import mmap
 import sys
 from typing import Any
 
@@ -16,6 +19,8 @@ _NUMPY_DTYPES = {
     "float8_e5m2": np.uint8,
 }
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
     """Make memory for keys and values; what it holds is left to chance."""
@@ -23,7 +28,22 @@ def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
         return np.empty(shape, _NUMPY_DTYPES[dtype])
     import torch
 
-    return torch.empty(shape, dtype=getattr(torch, dtype))
+    num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(_map_huge_pages(num_bytes), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+def _map_huge_pages(num_bytes: int) -> mmap.mmap:
+    """Map memory for which the kernel is asked to use huge pages: NumPy asks by itself, torch does not.
+
+    Blocks lie anywhere, so with small pages nearly every block that attention reads misses the address cache.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel built without them refuses: small pages do the same, slower.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
