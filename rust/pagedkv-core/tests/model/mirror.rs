@@ -19,7 +19,8 @@ pub(crate) struct Mirror {
 impl Mirror {
     pub(crate) fn joining(snapshot: &KVCacheSnapshot) -> Self {
         let mut mirror = Self { known: Known::new(), next: snapshot.next_sequence_number };
-        snapshot.events.iter().for_each(|event| mirror.apply(event, &mut Events::default()));
+        // Of a prefix whose end a plan in flight names, the beginning may be gone.
+        snapshot.events.iter().for_each(|event| mirror.apply(event, true, &mut Events::default()));
         mirror
     }
 
@@ -30,7 +31,7 @@ impl Mirror {
         met.note("lost events", batch.num_lost);
         for (event, number) in batch.events.iter().zip(first..) {
             if number >= self.next {
-                self.apply(event, met);
+                self.apply(event, batch.num_lost > 0, met);
                 self.next = number + 1;
                 met.note("events", 1);
             }
@@ -38,14 +39,14 @@ impl Mirror {
         self.next = self.next.max(first);
     }
 
-    fn apply(&mut self, event: &KVCacheEvent, met: &mut Events) {
+    fn apply(&mut self, event: &KVCacheEvent, may_be_orphan: bool, met: &mut Events) {
         match event {
             KVCacheEvent::BlockStored(stored) => {
                 let group = stored.group_idx;
                 // What a window group's block continues may have left the window.
                 let is_orphan = stored.parent_block_hash.is_some_and(|parent| !self.known.contains(&(parent, group)));
                 met.note("stored behind a window", u64::from(is_orphan));
-                let may_be = stored.sliding_window.is_some();
+                let may_be = may_be_orphan || stored.sliding_window.is_some();
                 assert!(!is_orphan || may_be, "a prefix is stored and what it continues is not: {stored:?}");
                 assert_eq!(stored.token_ids.len(), stored.block_hashes.len() * stored.block_size as usize);
                 assert_eq!(stored.extra_keys.len(), stored.block_hashes.len());
