@@ -2,6 +2,7 @@
 
 use pagedkv_core::split_kv::{MergeItem, Tile, WorkItem};
 
+use super::cells::{Cells, MAX_UNIT};
 use super::plan::Plan;
 use super::{AttentionOptions, MAX_HEAD_DIM, Operands};
 use crate::convert::{load, store};
@@ -34,9 +35,10 @@ pub(super) struct Row<'a> {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) kernels: Kernels,
-    /// Which element of a query each cell of a packed float32 one holds; like below, less than `MAX_HEAD_DIM`, to which
-    /// whole vectors fill up.
-    key_order: Vec<usize>,
+    /// How the cells of a packed float32 query lie.
+    key_cells: Cells,
+    /// How the cells of an accumulator lie.
+    value_cells: Cells,
     /// Which element of the output each cell of an accumulator holds.
     pub(super) value_order: Vec<usize>,
     /// Cells of a packed query.
@@ -46,11 +48,13 @@ pub(super) struct Path {
 impl Path {
     pub(super) fn new(kernels: Kernels, head_dim: usize) -> Self {
         let key_order = kernels.keys.order(head_dim, kernels.lanes);
+        let value_order = kernels.values.order(head_dim, kernels.lanes);
         Self {
             kernels,
             q_len: if kernels.keys.is_paired { key_order.len() / 2 } else { key_order.len() },
-            key_order,
-            value_order: kernels.values.order(head_dim, kernels.lanes),
+            key_cells: Cells::of(&key_order),
+            value_cells: Cells::of(&value_order),
+            value_order,
         }
     }
 
@@ -123,11 +127,13 @@ impl<'a> Call<'a> {
             unsafe { cells.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from.cast(), bytes) };
             return;
         }
-        let mut natural = [0_f32; MAX_HEAD_DIM];
-        // SAFETY: the row lies inside `q`, whose rows are contiguous.
-        unsafe { load(q.dtype(), from, &mut natural[..self.plan.cut.head_dim]) };
-        for (cell, element) in cells.iter_mut().zip(&path.key_order) {
-            *cell = natural[element % MAX_HEAD_DIM];
+        let unit = path.key_cells.unit();
+        for (start, cells) in (0..).step_by(unit).zip(cells.chunks_mut(unit)) {
+            let len = unit.min(self.plan.cut.head_dim - start);
+            let mut natural = [0_f32; MAX_UNIT];
+            // SAFETY: the elements lie inside `q`, whose rows are contiguous.
+            unsafe { load(q.dtype(), q.at([token, head, start]), &mut natural[..len]) };
+            path.key_cells.lay_out(&natural, cells);
         }
     }
 
@@ -182,23 +188,23 @@ impl<'a> Call<'a> {
     }
 
     fn finish(&self, path: &Path, tile: &Tile, [kv_head, row]: [usize; 2], result: &Row<'_>) {
-        let head_dim = self.plan.cut.head_dim;
         let [token, head] = self.token_and_head(tile, kv_head, row);
-        let mut out = [0_f32; MAX_HEAD_DIM];
         if result.sum == 0.0 {
-            self.write(token, head, &out[..head_dim], f32::NEG_INFINITY);
+            self.clear(token, head);
             return;
         }
         let (shrink, sum, lse) = self.normaliser(head, result.max, result.sum);
         let factor = shrink * path.kernels.values.scale * of_head(&self.v_scales, kv_head);
-        for (element, value) in path.value_order.iter().zip(result.acc) {
-            out[element % MAX_HEAD_DIM] = *value;
+        let unit = path.value_cells.unit();
+        for (start, cells) in (0..).step_by(unit).zip(result.acc.chunks(unit)) {
+            let mut natural = [0_f32; MAX_UNIT];
+            path.value_cells.gather(cells, &mut natural);
+            for value in &mut natural {
+                *value = *value * factor / sum;
+            }
+            self.write(token, head, start, &natural[..unit.min(self.plan.cut.head_dim - start)]);
         }
-        let out = &mut out[..head_dim];
-        for value in &mut *out {
-            *value = *value * factor / sum;
-        }
-        self.write(token, head, out, lse);
+        self.write_lse(token, head, lse);
     }
 
     /// What a weighted sum must be multiplied by and divided by, and the logarithm of the sum of exponentials; the head's
@@ -216,21 +222,27 @@ impl<'a> Call<'a> {
 
     /// Gives tokens that belong to no sequence the result of seeing no key.
     pub(super) fn clear_tokens(&self, tokens: std::ops::Range<usize>) {
-        let cut = &self.plan.cut;
-        let zeros = [0_f32; MAX_HEAD_DIM];
         for token in tokens {
-            for head in 0..cut.num_kv_heads * cut.group {
-                self.write(token, head, &zeros[..cut.head_dim], f32::NEG_INFINITY);
+            for head in 0..self.plan.cut.num_kv_heads * self.plan.cut.group {
+                self.clear(token, head);
             }
         }
     }
 
-    fn write(&self, token: usize, head: usize, row: &[f32], lse: f32) {
+    fn clear(&self, token: usize, head: usize) {
+        self.write(token, head, 0, &[0.0; MAX_HEAD_DIM][..self.plan.cut.head_dim]);
+        self.write_lse(token, head, f32::NEG_INFINITY);
+    }
+
+    fn write(&self, token: usize, head: usize, start: usize, values: &[f32]) {
         let out = &self.operands.out;
-        // SAFETY: the row lies inside `out`, whose rows are contiguous; every (token, head) is in one tile.
-        unsafe { store(out.dtype(), row, out.at([token, head, 0])) };
+        // SAFETY: the elements lie inside `out`, whose rows are contiguous; every (token, head) is in one tile.
+        unsafe { store(out.dtype(), values, out.at([token, head, start])) };
+    }
+
+    fn write_lse(&self, token: usize, head: usize, lse: f32) {
         if let Some(view) = &self.operands.lse {
-            // SAFETY: as for the row; `lse` is float32.
+            // SAFETY: as for the elements; `lse` is float32.
             unsafe { view.at([token, head]).cast::<f32>().write(lse) };
         }
     }

@@ -9,6 +9,7 @@
 mod batch;
 mod buffer;
 mod call;
+mod cells;
 mod check;
 mod few_rows;
 mod hidden;
