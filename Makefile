@@ -105,6 +105,9 @@ fmt: develop ## format the Rust and Python sources in place
 .PHONY: bench
 bench: $(BENCHMARKS) ## every benchmark, one after another
 
+# torch asks for huge pages, as KVCache does: the peers and the limits are measured on the same.
+bench-attention: export THP_MEM_ALLOC_ENABLE = 1
+
 bench-%: develop ## one benchmark; JSON=FILE writes its lines, PEER_ENV=DIR names the peers' environment
 	$(BIN)/python benchmarks/bench_$(subst -,_,$*).py $(if $(JSON),--json $(JSON))
 
