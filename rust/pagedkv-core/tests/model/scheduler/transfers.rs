@@ -152,6 +152,7 @@ impl SchedulerModel {
                     "{len} of {most} tokens of {handle:?} come back"
                 );
                 request.set_num_scheduled(sample, len);
+                request.set_num_computed(sample, found.num_computed as usize);
                 self.events.note("tokens that came back", len as u64);
             }
             self.note_return(handle);
