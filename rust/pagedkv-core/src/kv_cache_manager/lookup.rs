@@ -79,11 +79,15 @@ impl KVCacheManager {
             return self.lookup_groups(index, limit, found);
         }
         // What is computed must not be reachable through a block alone that may never be: a rollback takes that one.
-        let is_pending =
+        let mut is_pending =
             sequence.path_len > 0 && !self.is_computed(sequence.tables[0].blocks[sequence.path_len as usize - 1]);
         self.walk(sequence, node, sequence.num_scheduled, limit, |node, end| {
-            let block = self.pool.prefixes.usable_block(&self.pool.blocks, node);
-            let Some(block) = block.filter(|&block| !(is_pending && self.is_computed(block))) else { return false };
+            let Some(block) = self.pool.prefixes.usable_block(&self.pool.blocks, node) else { return false };
+            let is_computed = self.is_computed(block);
+            if is_pending && is_computed {
+                return false;
+            }
+            is_pending = !is_computed;
             found.tables[0].push(block);
             (found.node, found.num_tokens) = (node, end - sequence.num_scheduled);
             true

@@ -257,7 +257,7 @@ impl ManagerModel {
             };
             let entry = self.entries[block].take();
             if let (BlockState::Cached, Some(evicted)) = (states[block], entry) {
-                self.check_nothing_is_left_behind(evicted);
+                self.check_nothing_is_left_behind(evicted, states);
             }
         }
         let wanting = new_blocks.len().saturating_sub(free);
@@ -266,18 +266,21 @@ impl ManagerModel {
         self.events.note("evictions", evicted as u64);
     }
 
-    /// No block continues a prefix of which the last block was evicted: nobody could find it.
-    fn check_nothing_is_left_behind(&self, evicted: Entry) {
+    /// No block continues a prefix of which the last block was evicted: nobody could find it. One that a plan in flight
+    /// names cannot go first.
+    fn check_nothing_is_left_behind(&self, evicted: Entry, states: &[BlockState]) {
         if self.groups[evicted.group].window.is_some() {
             return;
         }
         let block_size = self.groups[evicted.group].block_size;
-        let same = |entry: &&Entry| entry.generation == evicted.generation && entry.group == evicted.group;
-        let mut entries = self.entries.iter().flatten().filter(same);
-        let mut others = entries.clone();
+        let same = |entry: &Entry| entry.generation == evicted.generation && entry.group == evicted.group;
+        let is_found = self.entries.iter().flatten().any(|entry| same(entry) && entry.history == evicted.history);
         let parent = |entry: &Entry| self.histories.back_from(entry.history, block_size + 1).nth(block_size);
-        let left_behind = others.find(|&entry| parent(entry) == Some(evicted.history));
-        let is_found = entries.any(|entry| entry.history == evicted.history);
+        let is_left = |(entry, state): &(&Option<Entry>, &BlockState)| {
+            let continues = |entry: &Entry| same(entry) && parent(entry) == Some(evicted.history);
+            **state != BlockState::Fenced && entry.as_ref().is_some_and(continues)
+        };
+        let left_behind = self.entries.iter().zip(states).find(is_left);
         assert!(left_behind.is_none() || is_found, "{evicted:?} was evicted before {left_behind:?}");
     }
 }
