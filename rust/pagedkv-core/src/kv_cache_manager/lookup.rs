@@ -82,11 +82,10 @@ impl KVCacheManager {
         let mut is_pending =
             sequence.path_len > 0 && !self.is_computed(sequence.tables[0].blocks[sequence.path_len as usize - 1]);
         self.walk(sequence, node, sequence.num_scheduled, limit, |node, end| {
-            let Some(block) = self.pool.prefixes.usable_block(&self.pool.blocks, node) else { return false };
-            let is_computed = self.is_computed(block);
-            if is_pending && is_computed {
+            let usable = self.pool.prefixes.usable_block(&self.pool.blocks, node);
+            let Some((block, is_computed)) = usable.filter(|&(_, is_computed)| !(is_pending && is_computed)) else {
                 return false;
-            }
+            };
             is_pending = !is_computed;
             found.tables[0].push(block);
             (found.node, found.num_tokens) = (node, end - sequence.num_scheduled);

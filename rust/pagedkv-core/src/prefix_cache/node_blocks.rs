@@ -48,20 +48,20 @@ impl PrefixCache {
     }
 
     /// A block of `node` that a sequence may take: one that is committed, else one that a plan in flight fills for a live
-    /// holder.
-    pub(crate) fn usable_block(&self, blocks: &[Block], node: NodeId) -> Option<BlockId> {
+    /// holder; and whether it is committed.
+    pub(crate) fn usable_block(&self, blocks: &[Block], node: NodeId) -> Option<(BlockId, bool)> {
         let record = self.node(node);
         if record.first_is_committed() {
-            return Some(record.first_block);
+            return Some((record.first_block, true));
         }
         let mut found = None;
         for block in self.blocks_of(blocks, node) {
             let record = &blocks[block.index()];
             if record.committed {
-                return Some(block);
+                return Some((block, true));
             }
             if record.state == BlockState::Held {
-                found = Some(block);
+                found = Some((block, false));
             }
         }
         found
