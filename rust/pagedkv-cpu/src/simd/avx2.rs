@@ -74,44 +74,19 @@ impl Vector for Avx2 {
         _mm256_storeu_ps(to, self.0);
     }
 
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        Self(_mm256_add_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        Self(_mm256_sub_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        Self(_mm256_mul_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        Self(_mm256_div_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        Self(_mm256_fmadd_ps(self.0, factor.0, addend.0))
+    instructions! {
+        add(other) = _mm256_add_ps;
+        sub(other) = _mm256_sub_ps;
+        mul(other) = _mm256_mul_ps;
+        div(other) = _mm256_div_ps;
+        mul_add(factor, addend) = _mm256_fmadd_ps;
+        max(other) = _mm256_max_ps;
+        min(other) = _mm256_min_ps;
     }
 
     #[inline(always)]
     unsafe fn fused_mul_add(self, factor: Self, addend: Self) -> Self {
         self.mul_add(factor, addend)
-    }
-
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        Self(_mm256_max_ps(self.0, other.0))
-    }
-
-    #[inline(always)]
-    unsafe fn min(self, other: Self) -> Self {
-        Self(_mm256_min_ps(self.0, other.0))
     }
 
     #[inline(always)]

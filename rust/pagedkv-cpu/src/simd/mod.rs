@@ -11,6 +11,17 @@
     reason = "a function that is not inlined into one that enables the instructions cannot use them"
 )]
 
+/// The methods of [`Vector`] that are one instruction of the same meaning in every set.
+#[cfg(target_arch = "x86_64")]
+macro_rules! instructions {
+    ($($method:ident($($operand:ident),*) = $intrinsic:ident;)*) => {$(
+        #[inline(always)]
+        unsafe fn $method(self, $($operand: Self),*) -> Self {
+            Self($intrinsic(self.0, $($operand.0),*))
+        }
+    )*};
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
