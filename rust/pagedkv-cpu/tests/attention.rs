@@ -1,29 +1,15 @@
 //! Attention against a naive float64 softmax, and what it refuses.
 
-use std::ffi::c_void;
+mod contiguous;
 
-use pagedkv_cpu::{AttentionOptions, Batch, DType, Error, Operands, View, paged_attention};
+use contiguous::view;
+use pagedkv_cpu::{AttentionOptions, Batch, DType, Error, Operands, paged_attention};
 
 const NUM_BLOCKS: usize = 900;
 const BLOCK_SIZE: usize = 3;
 const KV_HEADS: usize = 2;
 const GROUP: usize = 3;
 const HEAD_DIM: usize = 16;
-
-/// Contiguous strides of a shape.
-fn strides<const N: usize>(shape: [usize; N]) -> [i64; N] {
-    let mut strides = [1; N];
-    for i in (1..N).rev() {
-        strides[i - 1] = strides[i] * shape[i] as i64;
-    }
-    strides
-}
-
-fn view<T, const N: usize>(data: &mut [T], dtype: DType, shape: [usize; N]) -> View<N> {
-    assert_eq!(data.len(), shape.iter().product::<usize>());
-    // SAFETY: the slice covers the shape and outlives every use in these tests.
-    unsafe { View::new(data.as_mut_ptr().cast::<c_void>(), dtype, shape, strides(shape)) }
-}
 
 /// A repeatable value between -1 and 1.
 fn noise(seed: usize) -> f32 {

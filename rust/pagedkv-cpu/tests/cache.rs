@@ -1,7 +1,10 @@
 //! What is written comes back, copies are whole, and refused calls write nothing.
 
+mod contiguous;
+
 use std::ffi::c_void;
 
+use contiguous::view;
 use pagedkv_cpu::{DType, Error, Scales, View, append_kv, copy_blocks, gather_kv, swap_blocks, update_block_table};
 
 const BLOCKS: usize = 6;
@@ -9,16 +12,6 @@ const HEADS: usize = 2;
 const BLOCK_SIZE: usize = 3;
 const HEAD_DIM: usize = 4;
 const LAYER: [usize; 4] = [BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM];
-
-fn view<T, const N: usize>(data: &mut [T], dtype: DType, shape: [usize; N]) -> View<N> {
-    assert_eq!(data.len(), shape.iter().product::<usize>());
-    let mut strides = [1; N];
-    for i in (1..N).rev() {
-        strides[i - 1] = strides[i] * shape[i] as i64;
-    }
-    // SAFETY: the slice covers the shape and outlives every use in these tests.
-    unsafe { View::new(data.as_mut_ptr().cast::<c_void>(), dtype, shape, strides) }
-}
 
 struct Layer {
     k: Vec<f32>,

@@ -1,28 +1,15 @@
 //! Every instruction set against plain Rust, and every number of threads against one, on what the element types can hold.
 
-use std::ffi::c_void;
+mod contiguous;
 
-use pagedkv_cpu::{AttentionOptions, Batch, DType, Isa, Operands, View, paged_attention};
+use contiguous::view;
+use pagedkv_cpu::{AttentionOptions, Batch, DType, Isa, Operands, paged_attention};
 
 const BLOCK_SIZE: usize = 16;
 const KV_HEADS: usize = 2;
 const NUM_BLOCKS: usize = 180;
 /// (length, queries) of each sequence: decode, drafts, prefill, split keys.
 const SEQUENCES: [(usize, usize); 5] = [(1100, 1), (33, 1), (70, 5), (60, 60), (1030, 3)];
-
-fn strides<const N: usize>(shape: [usize; N]) -> [i64; N] {
-    let mut strides = [1; N];
-    for i in (1..N).rev() {
-        strides[i - 1] = strides[i] * shape[i] as i64;
-    }
-    strides
-}
-
-fn view<T, const N: usize>(data: &mut [T], dtype: DType, shape: [usize; N]) -> View<N> {
-    assert!(std::mem::size_of_val(data) >= shape.iter().product::<usize>() * dtype.size_bytes());
-    // SAFETY: the slice covers the shape and outlives every use in these tests.
-    unsafe { View::new(data.as_mut_ptr().cast::<c_void>(), dtype, shape, strides(shape)) }
-}
 
 /// Bits of numbers between 1/2 and 2 in size, of either sign, repeatable.
 fn numbers(dtype: DType, count: usize, seed: u32) -> Vec<u8> {
