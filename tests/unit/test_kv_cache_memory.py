@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pagedkv.kv_cache.memory import ITEM_BYTES, make_blocks
-
-torch = pytest.importorskip("torch")
 
 
 def flags_of_mapping(address):

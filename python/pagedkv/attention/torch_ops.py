@@ -5,6 +5,8 @@ compiler that is handed views of single layers copies the cache to be safe; hand
 to change, it copies nothing.
 """
 
+from typing import Any
+
 import torch
 
 from pagedkv import _core
@@ -49,15 +51,7 @@ def append_kv(
 
 
 @append_kv.register_fake
-def _(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
+def _(*_args: Any, **_options: Any) -> None:
     return None
 
 
@@ -118,18 +112,7 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    plan: torch.Tensor,
-    softmax_scale: float | None = None,
-    soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _(q: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
