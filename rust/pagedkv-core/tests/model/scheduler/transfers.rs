@@ -100,89 +100,85 @@ impl SchedulerModel {
         }
     }
 
-    /// Who came back from the host tier with this plan, and whether it has all that it should.
+    /// Who came back from the host tier, or came in from outside, with this plan, and whether it has all that it should.
     pub(super) fn follow_returns(&mut self, scheduler: &Scheduler, plan: &StepPlan) {
-        let is_planned = |handle: Handle| plan.i64s(Field::Handles).contains(&handle.get());
-        let mut new: Vec<_> = transfers_of(plan)
-            .into_iter()
-            .filter(|(id, ..)| self.transfers.iter().all(|known| known.id != *id))
-            .collect();
+        let mut new = transfers_of(plan);
+        new.retain(|(id, ..)| self.transfers.iter().all(|known| known.id != *id));
         for at in 0..self.requests.len() {
-            let request = &self.requests[at];
-            let handle = request.handle;
-            let progress = |sample: usize| scheduler.progress(handle, sample as u32).expect("a live sample");
-            let holds = |sample: &usize| progress(*sample).num_scheduled > 0;
-            if request.is_resident || !request.live().any(|sample| holds(&sample)) {
-                continue;
-            }
-            let comes_in = request.num_external > 0 && new.iter().any(|told| is_load_of(handle, told));
-            if comes_in {
-                self.come_from_outside(at);
-            }
-            let request = &self.requests[at];
-            let from_scratch = request.live().all(|sample| progress(sample).num_computed == 0) && is_planned(handle);
-            let Some(swapped) = request.swapped.clone().filter(|_| !from_scratch) else {
-                self.requests[at].swapped = None;
-                continue;
-            };
-            assert!(request.transfer.is_none(), "{handle:?} comes back before it has gone out");
-            let waits = self.plans.iter().flat_map(|plan| &plan.entries).any(|entry| entry.handle == handle);
-            assert!(!waits, "{handle:?} comes back while a plan in flight is about it");
-            let tables: BTreeSet<usize> =
-                request.live().flat_map(|sample| self.blocks_of(scheduler, handle, sample)).collect();
-            let is_its = |(_, _, pairs): &Told| pairs.iter().all(|(device, _)| tables.contains(device));
-            let transfer = new.iter().position(is_its).map(|at| new.remove(at));
-            let request = &mut self.requests[at];
-            request.is_resident = true;
-            request.has_parted = swapped.has_parted || request.live().count() == 1;
-            let mut num_loaded = 0;
-            for sample in request.sequences() {
-                let found = scheduler.progress(handle, sample as u32).expect("a live sample");
-                num_loaded = (found.num_scheduled - found.num_computed) as usize;
-                let len = if transfer.is_some() { found.num_scheduled } else { found.num_computed } as usize;
-                let good = if swapped.has_parted {
-                    swapped.lens[sample]
-                } else {
-                    swapped.lens.iter().copied().max().unwrap_or(0)
-                };
-                let known = if request.has_parted { request.tokens(sample).len() } else { request.prompt_len() };
-                let most = good.min(known - 1);
-                assert!(
-                    len == most || swapped.is_short && len < most,
-                    "{len} of {most} tokens of {handle:?} come back"
-                );
-                request.set_num_scheduled(sample, len);
-                request.set_num_computed(sample, found.num_computed as usize);
-                self.events.note("tokens that came back", len as u64);
-            }
-            self.note_return(handle);
-            let request = &mut self.requests[at];
-            self.events.note("returns", 1);
-            self.events.note(
-                "blocks taken back",
-                (tables.len() - transfer.as_ref().map_or(0, |(_, _, pairs)| pairs.len())) as u64,
-            );
-            match transfer {
-                Some((id, is_out, pairs)) => {
-                    request.transfer = Some(id);
-                    self.events.note("swap-ins", 1);
-                    let told = (id, is_out, pairs);
-                    if is_load_of(handle, &told) {
-                        self.check_load(scheduler, handle, &told);
-                    } else {
-                        num_loaded = 0;
-                    }
-                    if comes_in {
-                        self.note_lookup_before_load(at, num_loaded);
-                    }
-                    let (id, is_out, pairs) = told;
-                    self.transfers.push(Transfer { id, handle, is_out, pairs, num_loaded });
-                }
-                None => request.swapped = None,
-            }
+            self.follow_return(scheduler, plan, at, &mut new);
         }
         assert!(new.is_empty(), "transfers {new:?} are nobody's");
         self.transfers.sort_by_key(|transfer| transfer.id);
+    }
+
+    fn follow_return(&mut self, scheduler: &Scheduler, plan: &StepPlan, at: usize, new: &mut Vec<Told>) {
+        let request = &self.requests[at];
+        let handle = request.handle;
+        let progress = |sample: usize| scheduler.progress(handle, sample as u32).expect("a live sample");
+        if request.is_resident || !request.live().any(|sample| progress(sample).num_scheduled > 0) {
+            return;
+        }
+        let comes_in = request.num_external > 0 && new.iter().any(|told| is_load_of(handle, told));
+        if comes_in {
+            self.come_from_outside(at);
+        }
+        let request = &self.requests[at];
+        let is_planned = plan.i64s(Field::Handles).contains(&handle.get());
+        let from_scratch = is_planned && request.live().all(|sample| progress(sample).num_computed == 0);
+        let Some(swapped) = request.swapped.clone().filter(|_| !from_scratch) else {
+            self.requests[at].swapped = None;
+            return;
+        };
+        assert!(request.transfer.is_none(), "{handle:?} comes back before it has gone out");
+        assert!(!self.is_in_flight(handle), "{handle:?} comes back while a plan in flight is about it");
+        let tables: BTreeSet<usize> =
+            request.live().flat_map(|sample| self.blocks_of(scheduler, handle, sample)).collect();
+        let is_its = |(_, _, pairs): &Told| pairs.iter().all(|(device, _)| tables.contains(device));
+        let told = new.iter().position(is_its).map(|at| new.remove(at));
+        let num_waiting = self.check_what_came_back(scheduler, at, &swapped, told.is_some());
+        self.note_return(handle);
+        self.events.note("returns", 1);
+        let num_arriving = told.as_ref().map_or(0, |(_, _, pairs)| pairs.len());
+        self.events.note("blocks taken back", (tables.len() - num_arriving) as u64);
+        let Some(told) = told else {
+            self.requests[at].swapped = None;
+            return;
+        };
+        let is_load = is_load_of(handle, &told);
+        if is_load {
+            self.check_load(scheduler, handle, &told);
+        }
+        if comes_in {
+            self.note_lookup_before_load(at, num_waiting);
+        }
+        self.requests[at].transfer = Some(told.0);
+        self.events.note("swap-ins", 1);
+        let (id, is_out, pairs) = told;
+        self.transfers.push(Transfer { id, handle, is_out, pairs, num_loaded: if is_load { num_waiting } else { 0 } });
+    }
+
+    /// A request has what went out of it, up to the token that must be left to compute. Answers how many tokens of its
+    /// last sequence wait for a transfer.
+    fn check_what_came_back(&mut self, scheduler: &Scheduler, at: usize, swapped: &Swapped, waits: bool) -> usize {
+        let request = &mut self.requests[at];
+        request.is_resident = true;
+        request.has_parted = swapped.has_parted || request.live().count() == 1;
+        let mut num_waiting = 0;
+        for sample in request.sequences() {
+            let found = scheduler.progress(request.handle, sample as u32).expect("a live sample");
+            num_waiting = (found.num_scheduled - found.num_computed) as usize;
+            let len = if waits { found.num_scheduled } else { found.num_computed } as usize;
+            let longest = swapped.lens.iter().copied().max().unwrap_or(0);
+            let good = if swapped.has_parted { swapped.lens[sample] } else { longest };
+            let known = if request.has_parted { request.tokens(sample).len() } else { request.prompt_len() };
+            let most = good.min(known - 1);
+            let is_expected = len == most || swapped.is_short && len < most;
+            assert!(is_expected, "{len} of {most} tokens of {:?} come back", request.handle);
+            request.set_num_scheduled(sample, len);
+            request.set_num_computed(sample, found.num_computed as usize);
+            self.events.note("tokens that came back", len as u64);
+        }
+        num_waiting
     }
 
     /// A plan is undone: its transfers are told again, and what it computed of those who went out since is void.
