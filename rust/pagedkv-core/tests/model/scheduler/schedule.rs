@@ -100,6 +100,7 @@ impl SchedulerModel {
         assert!(request.transfer.is_none(), "{handle:?} is planned during a transfer");
         assert!(!(request.asked.needs_commit && waits), "{handle:?} is planned before the commit that it waits for");
         let is_admission = !request.is_resident;
+        let has_blocks = request.is_keeper();
         if is_admission {
             assert!(!waits, "{handle:?} is admitted while a plan in flight is about it");
             request.admit();
@@ -110,7 +111,7 @@ impl SchedulerModel {
         let before = request.num_scheduled(sample);
         let start = end - num_tokens;
         let num_hit_tokens = start.checked_sub(before).expect("nothing is computed twice");
-        if is_admission && before == 0 {
+        if is_admission && !has_blocks {
             let known = if request.has_parted { request.tokens(sample).len() } else { request.prompt_len() };
             let least = request.num_external.min(known - 1);
             assert!(num_hit_tokens >= least, "{handle:?} computes tokens that are outside");
