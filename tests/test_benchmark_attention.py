@@ -89,6 +89,7 @@ class FakeVLLM:
 def hurry(monkeypatch):
     monkeypatch.setattr(turns, "REST_SECONDS", 0)
     monkeypatch.setattr(turns, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(turns, "WARM_SECONDS", 0)
 
 
 @pytest.fixture
@@ -223,6 +224,26 @@ def test_stopwatch_numbers_calls_on_and_on():
     assert len(watch(2)) == 2
     watch(1)
     assert numbers == [0, 1, 2]
+
+
+def test_stopwatch_runs_before_it_counts(monkeypatch):
+    monkeypatch.setattr(turns, "WARM_SECONDS", 1e-9)
+    numbers = []
+    assert len(turns.stopwatch(numbers.append)(2)) == 2
+    assert numbers == [0, 1, 2]
+
+
+def test_append_writes_other_positions_when_it_has_been_in_every_layer(small):
+    shape = table.Shape(num_seqs=2, seq_len=32, num_q_heads=1, num_kv_heads=1, head_dim=8)
+    pool = work.make_pool(shape, 2)
+    append = work.Append(shape, pool, 1)
+    work.go_around(append)
+    assert append.num_places == 64
+    rows = {(0, int(slot)) for slots in append.slots for slot in slots}
+    assert len(rows) == 64
+    k_cache, _ = pool.cache.layer(0)
+    blocks = pool.block_table.long()
+    assert torch.equal(k_cache[blocks][0, 0, 0, 0], append.sources[0, 0, 0, 0])
 
 
 def test_scaling_takes_the_best_of_one_thread_when_others_slow_both_down():

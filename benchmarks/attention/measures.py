@@ -10,7 +10,7 @@ from attention import peers, turns
 from attention.machine import Machine, available_bytes, page_bytes
 from attention.table import BFLOAT16_SETS, Line, Shape
 from attention.turns import Samples, Turn
-from attention.work import MAX_LAYERS, Append, Attention, Copy, Pool, layers_that_fit, make_pool
+from attention.work import MAX_LAYERS, Append, Attention, Copy, Pool, go_around, layers_that_fit, make_pool
 from lines import Report
 from pagedkv.exceptions import UnsupportedError
 
@@ -166,13 +166,14 @@ def append(bench: Bench, line: Line) -> dict[str, Any]:
     """Bytes of keys and values written per second."""
     shape = line.shape
     pool = make_pool(shape.raised(), bench.layers(shape.raised()))
-    work = Append(shape, pool)
+    work = Append(shape, pool, peers.num_copies(shape.raised().kv_bytes))
     work.check()
+    go_around(work)
     kernels, refused = bench.vllm_turns("append", shape)
     by_torch = peers.torch_turn("torch indexing", work.by_torch)
     measured = [Turn(OURS, turns.stopwatch(work), COUNT), *kernels, by_torch]
     samples, sizes = bench.samples([*measured, *bench.machine.turns("copy_2", "read_2")])
-    num_bytes = len(work.slots) * shape.token_bytes
+    num_bytes = len(work.slots[0]) * shape.token_bytes
     figures = {turn.name: rates(num_bytes, samples[turn.name]) for turn in measured}
     has_limit = bool(line.must)
     return bench.report.add(
@@ -194,8 +195,9 @@ def copy(bench: Bench, line: Line) -> dict[str, Any]:
     """Bytes copied per second, of blocks over all layers."""
     shape = line.shape
     pool = make_pool(shape, bench.layers(shape))
-    work = Copy(pool, NUM_COPIES)
+    work = Copy(pool, NUM_COPIES, peers.CYCLE_BYTES)
     work.check()
+    go_around(work)
     measured = [Turn(OURS, turns.stopwatch(work), COUNT), peers.torch_turn("torch indexing", work.by_torch)]
     samples, sizes = bench.samples([*measured, *bench.machine.turns("copy_2", "read_2")])
     figures = {turn.name: rates(NUM_COPIES * work.block_bytes, samples[turn.name]) for turn in measured}
@@ -220,6 +222,8 @@ def layers(bench: Bench, line: Line) -> dict[str, Any]:
     num_flat = peers.num_copies(shape.kv_bytes)
     pool, deep = attention(shape, bench.layers(shape), DEEP)
     flat_works = [Attention(shape, make_pool(shape, 1)) for _ in range(num_flat)]
+    for work in flat_works:
+        go_around(work)
     flat = Turn(FLAT, turns.stopwatch(lambda number: flat_works[number % num_flat](number)), COUNT)
     samples, sizes = bench.samples([deep, flat, *bench.machine.turns("read_2")])
     pairs = zip(samples[DEEP], samples[FLAT], strict=True)
@@ -240,6 +244,7 @@ def attention(shape: Shape, num_layers: int, name: str = OURS) -> tuple[Pool, Tu
     """Return a pool, and the turn of attention over its layers, whose result was compared with torch's."""
     work = Attention(shape, make_pool(shape, num_layers))
     work.check()
+    go_around(work)
     return work.pool, Turn(name, turns.stopwatch(work), COUNT)
 
 

@@ -1,5 +1,6 @@
 """Turns: everything that is compared is measured a little at a time, one after the other, again and again."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ MIN_SCALING = 1.7
 MAX_TRIES = 5
 REST_SECONDS = 0.01  # until threads that wait for more work in a loop have gone to sleep
 RETRY_SECONDS = 10.0
+# What a turn runs before it counts, as the program of the limits does: cores that rested are slow for milliseconds.
+WARM_SECONDS = 0.03
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,18 @@ class MachineBusy(Exception):
 
 def stopwatch(run: Callable[[int], object]) -> Callable[[int], list[float]]:
     """Return what times calls of `run`, in seconds; they are numbered on and on, so that `run` can go around."""
-    calls = 0
+    numbers = itertools.count()
+
+    def time_call() -> float:
+        start = time.perf_counter()
+        run(next(numbers))
+        return time.perf_counter() - start
 
     def time_calls(count: int) -> list[float]:
-        nonlocal calls
-        samples = []
-        for _ in range(count):
-            start = time.perf_counter()
-            run(calls)
-            samples.append(time.perf_counter() - start)
-            calls += 1
-        return samples
+        warm = 0.0
+        while warm < WARM_SECONDS:
+            warm += time_call()
+        return [time_call() for _ in range(count)]
 
     return time_calls
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -58,6 +59,21 @@ def fill(array: torch.Tensor) -> None:
         part.copy_(random[: len(part)])
 
 
+class Work(Protocol):
+    """Something that is done in one place after the other, over and over."""
+
+    @property
+    def num_places(self) -> int: ...
+
+    def __call__(self, number: int) -> None: ...
+
+
+def go_around(work: Work) -> None:
+    """Do the work everywhere once: a virtual machine's memory is half as fast where it was never used so."""
+    for number in range(work.num_places):
+        work(number)
+
+
 class Attention:
     """Attention of the last queries of every sequence, over one layer of a pool after the other."""
 
@@ -72,6 +88,10 @@ class Attention:
         seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
         query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
         self._run = plan(shape, (pool.block_table, seq_lens, query_start_loc))
+
+    @property
+    def num_places(self) -> int:
+        return len(self.layers)
 
     def __call__(self, number: int) -> None:
         self._run(self.q, *self.layers[number % len(self.layers)], out=self.out)
@@ -105,54 +125,71 @@ def plan(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -
 
 
 class Append:
-    """Writes new tokens of every sequence into its blocks, from other arrays each time, layer after layer."""
+    """Writes new tokens of every sequence into its blocks: in one layer after the other, then at other positions."""
 
-    def __init__(self, shape: Shape, pool: Pool) -> None:
+    def __init__(self, shape: Shape, pool: Pool, num_sources: int) -> None:
         self.pool = pool
-        self.slots = last_slots(shape, pool.block_table)
-        sizes = (pool.num_layers, 2, len(self.slots), shape.num_kv_heads, shape.head_dim)
+        self.slots = slots_from_the_end(shape, pool.block_table)
+        sizes = (num_sources, 2, len(self.slots[0]), shape.num_kv_heads, shape.head_dim)
         self.sources = torch.empty(sizes, dtype=getattr(torch, shape.dtype))
         fill(self.sources)
 
+    @property
+    def num_places(self) -> int:
+        return self.pool.num_layers * len(self.slots)
+
+    def _at(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the layer, the slots, and keys and values."""
+        turn, layer = divmod(number, self.pool.num_layers)
+        return layer, self.slots[turn % len(self.slots)], self.sources[number % len(self.sources)]
+
     def __call__(self, number: int) -> None:
-        layer = number % self.pool.num_layers
-        self.pool.cache.append_kv(layer, *self.sources[layer], self.slots)
+        layer, slots, source = self._at(number)
+        self.pool.cache.append_kv(layer, *source, slots)
 
     def by_torch(self, number: int) -> None:
         """Do the same by torch's indexing."""
-        layer = number % self.pool.num_layers
-        blocks, offsets = self.slots // BLOCK_SIZE, self.slots % BLOCK_SIZE
-        for cache, source in zip(self.pool.cache.layer(layer), self.sources[layer], strict=True):
+        layer, slots, sources = self._at(number)
+        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        for cache, source in zip(self.pool.cache.layer(layer), sources, strict=True):
             cache[blocks, :, offsets] = source
 
     def check(self) -> None:
         """Look the tokens up where they should be."""
         self(0)
-        blocks, offsets = self.slots // BLOCK_SIZE, self.slots % BLOCK_SIZE
-        for cache, source in zip(self.pool.cache.layer(0), self.sources[0], strict=True):
+        layer, slots, sources = self._at(0)
+        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        for cache, source in zip(self.pool.cache.layer(layer), sources, strict=True):
             if not torch.equal(cache[blocks, :, offsets], source):
                 raise WrongResultError("expected the appended tokens in their slots, found others")
 
 
-def last_slots(shape: Shape, block_table: torch.Tensor) -> torch.Tensor:
-    """Return the slots of the last `num_queries` tokens of each of the first `num_seqs` sequences."""
-    positions = torch.arange(shape.seq_len - shape.num_queries, shape.seq_len)
-    blocks = block_table[: shape.num_seqs].long()[:, positions // BLOCK_SIZE]
-    return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
+def slots_from_the_end(shape: Shape, block_table: torch.Tensor) -> list[torch.Tensor]:
+    """Return the slots of the last `num_queries` tokens of each sequence, of those before them, and so on."""
+    blocks = block_table[: shape.num_seqs].long().repeat_interleave(BLOCK_SIZE, dim=1)
+    positions = torch.arange(shape.seq_len)
+    slots = blocks[:, : shape.seq_len] * BLOCK_SIZE + positions % BLOCK_SIZE
+    whole = slots[:, shape.seq_len % shape.num_queries :].split(shape.num_queries, dim=1)
+    return [part.flatten() for part in reversed(whole)]
 
 
 class Copy:
-    """Copies whole blocks over all layers, other ones each time."""
+    """Copies whole blocks over all layers, other ones each time, in about as many bytes as the limit goes around in."""
 
-    def __init__(self, pool: Pool, num_pairs: int) -> None:
+    def __init__(self, pool: Pool, num_pairs: int, cycle_bytes: int) -> None:
         self.pool = pool
         order = pool.block_table.flatten()
-        self.pairs = [pairs.reshape(2, -1).T.contiguous() for pairs in order.split(2 * num_pairs)]
-        self.pairs = [pairs for pairs in self.pairs if len(pairs) == num_pairs]
+        num_copies = max(1, min(len(order) // (2 * num_pairs), cycle_bytes // (2 * num_pairs * self.block_bytes)))
+        chosen = order[: num_copies * 2 * num_pairs].split(2 * num_pairs)
+        self.pairs = [pairs.reshape(2, -1).T.contiguous() for pairs in chosen]
 
     @property
     def block_bytes(self) -> int:
         return self.pool.cache.num_bytes // self.pool.cache.num_blocks
+
+    @property
+    def num_places(self) -> int:
+        return len(self.pairs)
 
     def __call__(self, number: int) -> None:
         self.pool.cache.copy_blocks(self.pairs[number % len(self.pairs)])

@@ -10,15 +10,15 @@ It writes {"peer"} when it is ready, then answers lines of JSON:
 
 A kernel goes by vLLM's name of an instruction set. The first is the one that vLLM chooses for itself on this machine
 ("amx" where there is one), then comes "vec"; both have blocks of 32 tokens, which vLLM asks for. Each has been run
-once. The plan (`cpu_attn_get_scheduler_metadata`) is made once per preparation, outside of what is timed.
+in every layer. The plan (`cpu_attn_get_scheduler_metadata`) is made once per preparation, outside of what is timed.
 """
 
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
@@ -30,9 +30,13 @@ import vllm._custom_ops as ops
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from attention.turns import stopwatch
+
 BLOCK_SIZE = 32
 FP8 = "float8_e4m3fn"
 Run = Callable[[int], None]
+Timed = Callable[[int], list[float]]
 
 
 class Layers:
@@ -81,42 +85,36 @@ class Layers:
 
     def append(self, kernel: str) -> Run:
         sizes = self.sizes
-        positions = torch.arange(sizes["seq_len"] - sizes["num_queries"], sizes["seq_len"])
-        slots = (self.table.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
-        shape = (len(self.layers), 2, len(slots), self.heads, self.head_dim)
+        seq_len, num_queries = sizes["seq_len"], sizes["num_queries"]
+        positions = torch.arange(seq_len % num_queries, seq_len).split(num_queries)
+        blocks = self.table.long()
+        slots = [(blocks[:, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE).flatten() for p in reversed(positions)]
+        shape = (len(self.layers), 2, len(slots[0]), self.heads, self.head_dim)
         sources = torch.randn(shape).to(self.dtype)
 
         def run(number: int) -> None:
-            layer = number % len(self.layers)
-            ops.cpu_attn_reshape_and_cache(*sources[layer], *self.layers[layer], slots, kernel)
+            turn, layer = divmod(number, len(self.layers))
+            ops.cpu_attn_reshape_and_cache(*sources[layer], *self.layers[layer], slots[turn % len(slots)], kernel)
 
         return run
 
 
-def prepare(sizes: dict[str, Any]) -> tuple[dict[str, Run], str | None]:
+def prepare(sizes: dict[str, Any]) -> tuple[dict[str, Timed], str | None]:
     """Make the kernels of some work and run each once; say why there is none."""
     torch.set_num_threads(sizes["threads"])
     torch.manual_seed(0)
-    prepared: dict[str, Run] = {}
+    prepared: dict[str, Timed] = {}
     refused = None
     try:
         layers = Layers(sizes)
         for kernel in layers.kernels():
             run = layers.attention(kernel) if sizes["prepare"] == "attention" else layers.append(kernel)
-            run(0)
-            prepared[f"vllm {vllm.__version__} ({kernel}, block {BLOCK_SIZE})"] = run
+            for number in range(len(layers.layers)):
+                run(number)
+            prepared[f"vllm {vllm.__version__} ({kernel}, block {BLOCK_SIZE})"] = stopwatch(run)
     except (NotImplementedError, RuntimeError) as error:
         refused = str(error).splitlines()[0]
     return prepared, refused
-
-
-def timed(run: Run, first: int, count: int) -> list[float]:
-    samples = []
-    for number in range(first, first + count):
-        start = time.perf_counter()
-        run(number)
-        samples.append(time.perf_counter() - start)
-    return samples
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -127,8 +125,7 @@ def main() -> None:
     CpuPlatform.import_kernels()
     torch.cpu._init_amx()  # the system's permission, without which AMX is illegal; a model's products ask for it too
     say({"peer": f"vllm {vllm.__version__}"})
-    prepared: dict[str, Run] = {}
-    calls = 0
+    prepared: dict[str, Timed] = {}
     for line in sys.stdin:
         question = json.loads(line)
         if "prepare" in question:
@@ -136,8 +133,7 @@ def main() -> None:
             prepared, refused = prepare(question)
             say({"kernels": list(prepared), "refused": refused})
             continue
-        say({"samples": timed(prepared[question["run"]], calls, question["count"])})
-        calls += question["count"]
+        say({"samples": prepared[question["run"]](question["count"])})
 
 
 if __name__ == "__main__":

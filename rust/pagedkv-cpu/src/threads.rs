@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// Elements touched below which waking a worker costs more than it saves (some 20 us of one core).
@@ -29,13 +28,17 @@ pub(crate) fn for_each(threads: usize, work: usize, count: usize, job: impl Fn(u
         let next = AtomicUsize::new(0);
         let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count);
         let work = || std::iter::from_fn(take).for_each(&job);
-        pool.install(|| (0..threads).into_par_iter().with_max_len(1).for_each(|_| work()));
+        // The calling thread works too: one less to wake.
+        pool.in_place_scope(|scope| {
+            (1..threads).for_each(|_| scope.spawn(|_| work()));
+            work();
+        });
         return;
     }
     (0..count).for_each(job);
 }
 
-/// The pool of that size, or `None` where the system gives no more threads: the caller then works alone.
+/// The workers beside the calling thread of so many threads, or `None` where the system gives no more threads: the caller then works alone.
 fn pool(threads: usize) -> Option<Arc<ThreadPool>> {
     let process = std::process::id();
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -43,7 +46,7 @@ fn pool(threads: usize) -> Option<Arc<ThreadPool>> {
         return Some(Arc::clone(&found.workers));
     }
     let workers = ThreadPoolBuilder::new()
-        .num_threads(threads)
+        .num_threads(threads - 1)
         .thread_name(|i| format!("pagedkv-{i}"))
         .build()
         .ok()

@@ -1,15 +1,19 @@
 //! Writes the keys and values of new tokens into their slots.
 
+use super::stream::{copy_row, fence};
 use crate::convert::{load, store};
 use crate::dims::{
     CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_rows, check_scale,
 };
 use crate::error::{Error, Result};
 use crate::threads;
-use crate::view::View;
+use crate::view::{View, are_distinct};
 
 /// Tokens that one job writes: what it reads and what it writes fits a second-level cache.
 const TOKENS_PER_JOB: usize = 64;
+
+/// Bytes from which on rows are written past the caches, which they would not outlive anyway.
+const MIN_STREAMED_BYTES: usize = 1 << 22;
 
 /// What stored FP8 keys and values must be multiplied by, float32 `(1,)` or `(num_kv_heads,)`; 1 by default.
 #[derive(Clone, Copy, Debug, Default)]
@@ -65,11 +69,27 @@ pub fn append_kv(
         check_apart(("v_cache", v_cache), (name, &scale))?;
     }
     let num_slots = check_slots(slot_mapping, k.shape()[0], k_cache)?;
-    let threads = if are_distinct(slot_mapping, num_slots) { threads } else { 1 };
-    // One after the other: should the two caches share memory, the outcome is still the same on every run.
-    append_one(&Rows { src: k, cache: k_cache, scale: scales.k.as_ref() }, slot_mapping, threads);
-    append_one(&Rows { src: v, cache: v_cache, scale: scales.v.as_ref() }, slot_mapping, threads);
+    let threads = if come_once(slot_mapping, num_slots) { threads } else { 1 };
+    let keys = Rows { src: k, cache: k_cache, scale: scales.k.as_ref() };
+    let values = Rows { src: v, cache: v_cache, scale: scales.v.as_ref() };
+    if lie_apart(k_cache, v_cache) {
+        append(&[keys, values], slot_mapping, threads);
+    } else {
+        // One after the other: should the two share memory, the outcome is still the same on every run.
+        append(&[keys], slot_mapping, threads);
+        append(&[values], slot_mapping, threads);
+    }
     Ok(())
+}
+
+/// Whether no element of one cache lies where one of the other does, as far as strides tell.
+fn lie_apart(a: &View<4>, b: &View<4>) -> bool {
+    let size = a.dtype().size_bytes() as i64;
+    let distance = b.at([0; 4]).addr() as i64 - a.at([0; 4]).addr() as i64;
+    let is_alike = a.dtype() == b.dtype() && a.strides() == b.strides() && distance % size == 0;
+    let [blocks, heads, tokens, elements] = a.shape();
+    let [block, head, token, element] = a.strides();
+    is_alike && are_distinct(&[2, blocks, heads, tokens, elements], &[distance / size, block, head, token, element])
 }
 
 /// Keys or values may be of a type that is computed with, or be stored as they are.
@@ -105,7 +125,7 @@ fn check_slots(slot_mapping: &[i64], num_tokens: usize, cache: &View<4>) -> Resu
 }
 
 /// Whether no slot comes twice, so that tokens may be written in any order.
-fn are_distinct(slot_mapping: &[i64], num_slots: usize) -> bool {
+fn come_once(slot_mapping: &[i64], num_slots: usize) -> bool {
     let mut seen = vec![0_u64; num_slots.div_ceil(64)];
     slot_mapping.iter().filter_map(|slot| usize::try_from(*slot).ok()).all(|slot| {
         let (word, bit) = (&mut seen[slot / 64], 1 << (slot % 64));
@@ -122,20 +142,21 @@ struct Rows<'a> {
     scale: Option<&'a View<1>>,
 }
 
-fn append_one(rows: &Rows<'_>, slot_mapping: &[i64], threads: usize) {
-    let [num_tokens, num_heads, head_dim] = rows.src.shape();
+fn append(caches: &[Rows<'_>], slot_mapping: &[i64], threads: usize) {
+    let [num_tokens, num_heads, head_dim] = caches[0].src.shape();
     let num_jobs = if threads > 1 { num_tokens.div_ceil(TOKENS_PER_JOB) } else { num_tokens.min(1) };
     let per_job = num_tokens.div_ceil(num_jobs.max(1));
-    threads::for_each(threads, num_tokens * num_heads * head_dim, num_jobs, |job| {
+    threads::for_each(threads, caches.len() * num_tokens * num_heads * head_dim, num_jobs, |job| {
         let mut token = job * per_job;
         let end = num_tokens.min(token + per_job);
         while token < end {
-            let len = run_len(&slot_mapping[token..end], rows.cache.shape()[2]);
+            let len = run_len(&slot_mapping[token..end], caches[0].cache.shape()[2]);
             if let Ok(slot) = usize::try_from(slot_mapping[token]) {
-                rows.write_run(token, slot, len);
+                caches.iter().for_each(|rows| rows.write_run(token, slot, len));
             }
             token += len;
         }
+        fence();
     });
 }
 
@@ -150,29 +171,39 @@ impl Rows<'_> {
     /// Writes `len` tokens from `token` on to the slots from `slot` on, which lie in one block.
     fn write_run(&self, token: usize, slot: usize, len: usize) {
         let Self { src, cache, .. } = self;
-        let [_, num_heads, head_dim] = src.shape();
+        let [num_tokens, num_heads, head_dim] = src.shape();
         let block_size = cache.shape()[2];
         let is_same = src.dtype() == cache.dtype();
         let bytes = head_dim * src.dtype().size_bytes();
-        let from_step = src.strides()[1] as isize * src.dtype().size_bytes() as isize;
-        let to_step = cache.strides()[1] as isize * cache.dtype().size_bytes() as isize;
-        for i in 0..len {
-            let from = src.at([token + i, 0, 0]).cast::<u8>();
-            let to = cache.at([slot / block_size, 0, slot % block_size + i, 0]).cast::<u8>();
-            for head in 0..num_heads {
-                let from = from.wrapping_offset(head as isize * from_step);
-                let to = to.wrapping_offset(head as isize * to_step);
-                if is_same {
-                    // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
-                    unsafe { to.copy_from_nonoverlapping(from, bytes) };
-                } else {
-                    self.convert(from.cast(), to.cast(), head);
+        let is_streamed = num_tokens * num_heads * bytes >= MIN_STREAMED_BYTES;
+        let [token_step, from_step] = [0, 1].map(|i| src.strides()[i] as isize * src.dtype().size_bytes() as isize);
+        let [to_step, slot_step] = [1, 2].map(|i| cache.strides()[i] as isize * cache.dtype().size_bytes() as isize);
+        let first = src.at([token, 0, 0]).cast::<u8>();
+        let slot = cache.at([slot / block_size, 0, slot % block_size, 0]).cast::<u8>();
+        // A head's slots lie side by side: the longest spans are written one after the other.
+        for head in 0..num_heads {
+            let (mut from, mut to) =
+                (first.wrapping_offset(head as isize * from_step), slot.wrapping_offset(head as isize * to_step));
+            for _ in 0..len {
+                // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
+                unsafe {
+                    match (is_same, is_streamed) {
+                        (true, true) => copy_row(from, to, bytes),
+                        (true, false) => to.copy_from_nonoverlapping(from, bytes),
+                        (false, _) => self.convert(from.cast(), to.cast(), head),
+                    }
                 }
+                (from, to) = (from.wrapping_offset(token_step), to.wrapping_offset(slot_step));
             }
         }
     }
 
-    fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
+    /// Converts one row.
+    ///
+    /// # Safety
+    ///
+    /// It can be read, the other written, and they do not overlap.
+    unsafe fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
         const PIECE: usize = 128;
         let head_dim = self.src.shape()[2];
         let sizes = [self.src.dtype(), self.cache.dtype()].map(crate::view::DType::size_bytes);
@@ -180,7 +211,7 @@ impl Rows<'_> {
         let mut piece = [0_f32; PIECE];
         for first in (0..head_dim).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min(head_dim - first)];
-            // SAFETY: both rows lie inside their views (slots were checked), which do not overlap.
+            // SAFETY: the caller's promise.
             unsafe {
                 load(self.src.dtype(), from.byte_add(first * sizes[0]), piece);
                 if let Some(factor) = factor {

@@ -2,7 +2,7 @@
 //! moves a third less.
 #![allow(clippy::cast_ptr_alignment, reason = "lines of the destination are aligned, and loads need not be")]
 
-/// Bytes from which on a span is copied past the caches; below it, the copy is likely read next.
+/// Bytes from which on a copy goes past the caches; below it, what was copied is likely read next.
 const MIN_BYTES: usize = 1 << 18;
 
 const LINE: usize = 64;
@@ -18,9 +18,46 @@ pub(super) unsafe fn copy_span(from: *const u8, to: *mut u8, bytes: usize) {
         #[cfg(target_arch = "x86_64")]
         if bytes >= MIN_BYTES {
             stream(from, to, bytes);
+            fence();
             return;
         }
         to.copy_from_nonoverlapping(from, bytes);
+    }
+}
+
+/// Copies a row past the caches; [`fence`] must follow before another thread hears of it.
+///
+/// # Safety
+///
+/// As for [`std::ptr::copy_nonoverlapping`].
+#[inline]
+pub(super) unsafe fn copy_row(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: the caller's promise; whole aligned lines in between, the rest at both ends.
+    unsafe {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let head = to.align_offset(LINE).min(bytes);
+            let end = bytes - (bytes - head) % LINE;
+            for at in (head..end).step_by(LINE) {
+                stream_line(from.add(at), to.add(at));
+            }
+            // Rows are mostly whole lines, and a copy of nothing is a call.
+            if end - head < bytes {
+                to.copy_from_nonoverlapping(from, head);
+                to.add(end).copy_from_nonoverlapping(from.add(end), bytes - end);
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        to.copy_from_nonoverlapping(from, bytes);
+    }
+}
+
+/// Orders what was copied past the caches before what follows.
+pub(super) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: part of every x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
     }
 }
 
@@ -31,8 +68,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
     const PAGES: usize = 4;
     let head = to.align_offset(LINE).min(bytes);
     let groups = (bytes - head) / (PAGES * PAGE);
-    // SAFETY: the caller's promise; whole aligned lines of the destination in between, the rest at both ends. The fence,
-    // part of every x86-64, orders these stores before what follows.
+    // SAFETY: the caller's promise; whole aligned lines of the destination in between, the rest at both ends.
     unsafe {
         to.copy_from_nonoverlapping(from, head);
         let (from, to) = (from.add(head), to.add(head));
@@ -46,7 +82,6 @@ unsafe fn stream(from: *const u8, to: *mut u8, bytes: usize) {
         }
         let done = groups * PAGES * PAGE;
         to.add(done).copy_from_nonoverlapping(from.add(done), bytes - head - done);
-        std::arch::x86_64::_mm_sfence();
     }
 }
 
