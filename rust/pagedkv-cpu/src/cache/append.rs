@@ -2,9 +2,11 @@
 
 use crate::convert::{load, store};
 use crate::dims::{
-    CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_rows, check_scale,
+    CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_keys, check_rows,
+    check_scale,
 };
 use crate::error::{Error, Result};
+use crate::packed_keys::{GROUP_TOKENS, PackedKeys};
 use crate::threads;
 use crate::view::View;
 
@@ -55,9 +57,10 @@ pub fn append_kv(
     }
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         check_cached(name, cache)?;
-        check_rows(name, cache)?;
         check_distinct(name, cache)?;
     }
+    check_keys("k_cache", k_cache)?;
+    check_rows("v_cache", v_cache)?;
     for (name, scale, cache) in [("k_scale", scales.k, k_cache), ("v_scale", scales.v, v_cache)] {
         let Some(scale) = scale else { continue };
         check_scale(name, &scale, cache)?;
@@ -132,7 +135,11 @@ fn append_one(rows: &Rows<'_>, slot_mapping: &[i64], threads: usize) {
         while token < end {
             let len = run_len(&slot_mapping[token..end], rows.cache.shape()[2]);
             if let Ok(slot) = usize::try_from(slot_mapping[token]) {
-                rows.write_run(token, slot, len);
+                if rows.cache.is_packed() {
+                    rows.pack_run(token, slot, len);
+                } else {
+                    rows.write_run(token, slot, len);
+                }
             }
             token += len;
         }
@@ -169,6 +176,38 @@ impl Rows<'_> {
                     self.convert(from.cast(), to.cast(), head);
                 }
             }
+        }
+    }
+
+    /// As `write_run`, for packed keys.
+    fn pack_run(&self, token: usize, slot: usize, len: usize) {
+        let Self { src, cache, .. } = self;
+        let [_, num_heads, head_dim] = src.shape();
+        let block_size = cache.shape()[2];
+        let keys = PackedKeys::new(cache.dtype(), head_dim);
+        // Words, so that rows of every type are aligned.
+        let mut rows = vec![0_u32; GROUP_TOKENS.min(len) * keys.row_bytes() / 4];
+        let mut done = 0;
+        while done < len {
+            let offset = slot % block_size + done;
+            let count = PackedKeys::run_len(offset, len - done);
+            for head in 0..num_heads {
+                for (i, row) in rows.chunks_exact_mut(keys.row_bytes() / 4).take(count).enumerate() {
+                    let from = src.at([token + done + i, head, 0]);
+                    if src.dtype() == cache.dtype() {
+                        // SAFETY: the row lies inside its view, and has the bytes of the buffer's.
+                        unsafe {
+                            row.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from.cast(), keys.row_bytes())
+                        };
+                    } else {
+                        self.convert(from, row.as_mut_ptr().cast(), head);
+                    }
+                }
+                let to = cache.at([slot / block_size, head, 0, 0]).cast::<u8>().wrapping_add(keys.offset(offset));
+                // SAFETY: slots were checked, and these are in one group.
+                unsafe { keys.pack(rows.as_ptr().cast(), count, to) };
+            }
+            done += count;
         }
     }
 
