@@ -1,10 +1,12 @@
 """Cache operations on packed keys, beside the same ones on a natural cache."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from pagedkv import KVCache
+from pagedkv import CacheConfig, GroupSpec, KVCache, SchedulerConfig, paged_attention, reference
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.kv_cache import append_kv, copy_blocks, from_dlpack, gather_kv, move_kv, swap_blocks
 
@@ -95,8 +97,6 @@ def test_append_kv_divides_by_the_scale_when_packed_keys_are_fp8(dtype):
 
 def scores(cache, q, slot):
     """Return what each query makes of the key in a slot of the first two blocks."""
-    from pagedkv import paged_attention
-
     lengths = torch.full((len(q),), slot + 1, dtype=torch.int32)
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
     rows = torch.zeros(len(q), dtype=torch.int32)
@@ -237,3 +237,59 @@ def test_append_kv_names_the_keys_when_they_come_packed():
     # Of one block: (16, 16, 8), the shape of sixteen tokens.
     with pytest.raises(ValueError, match="k: expected an array in the natural layout, found packed keys"):
         append_kv(k_cache.select(0, 0), torch.zeros(16, 16, 8), k_cache, v_cache, torch.arange(16))
+
+
+def make_plan(**arrays):
+    """Return a plan that asks of the memory what the arrays say and nothing else."""
+    pairs = ("swap_out", "swap_in", "copies")
+    empty = {"table_updates": np.zeros((0, 4), np.int32), "slot_moves": np.zeros((0, 3), np.int64)}
+    empty |= {name: np.zeros((0, 2), np.int32) for name in pairs}
+    empty |= {f"{name}_ids": np.arange(1, 1 + len(arrays.get(name, ()))) for name in pairs}
+    return SimpleNamespace(**empty | {name: np.array(rows, empty[name].dtype) for name, rows in arrays.items()})
+
+
+def test_apply_moves_copies_and_swaps_packed_tokens():
+    cache = make_cache(torch.bfloat16, host_blocks=2)
+    k, _ = fill(cache)
+    cache.apply(make_plan(slot_moves=[(0, 40, 33)], swap_out=[(1, 0)], copies=[(2, 3)]))
+    fill(cache, 1)
+    plan = make_plan(swap_in=[(0, 5)])
+    plan.swap_in_ids += 1
+    cache.apply(plan)
+    wanted = k[1].unflatten(0, (NUM_BLOCKS, BLOCK_SIZE))[1].clone()
+    wanted[1] = wanted[8]
+    assert torch.equal(contents(cache, 1)[0].unflatten(0, (NUM_BLOCKS, BLOCK_SIZE))[5], wanted)
+
+
+GROUPS = (GroupSpec([1, 3], 2, 32), GroupSpec([0, 2, 4, 5], 2, 16, sliding_window=5))
+
+
+@pytest.mark.parametrize("layer", range(6))
+def test_attention_reads_each_layer_when_packed_groups_differ(layer):
+    limits = SchedulerConfig(max_num_seqs=3, max_model_len=64)
+    cache = KVCache.from_config(CacheConfig(9, 16, groups=GROUPS), limits, packed=True)
+    group = cache.groups[cache.group_of(layer)]
+    generator = torch.Generator().manual_seed(layer)
+    k, v = torch.randn(2, 40, group.num_kv_heads, group.head_dim, generator=generator)
+    blocks = torch.tensor([4, 2, 7])
+    slots = (blocks[:, None] * group.block_size + torch.arange(group.block_size)).flatten()[:40]
+    for other in range(cache.num_layers):
+        # Other layers' slots in the same blocks are other memory.
+        shape = (40, *(getattr(cache.groups[cache.group_of(other)], name) for name in ("num_kv_heads", "head_dim")))
+        if cache.group_of(other) == cache.group_of(layer) and other != layer:
+            cache.append_kv(other, torch.full(shape, torch.nan), torch.full(shape, torch.nan), slots)
+    cache.append_kv(layer, k, v, slots)
+    table = blocks.int()[None]
+    lengths, starts = torch.tensor([40], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    q = torch.randn(3, 4, group.head_dim, generator=generator)
+    out = paged_attention(q, *cache.layer_tensors(layer), table, lengths, starts, sliding_window=group.sliding_window)
+    natural = [x.double().numpy().transpose(1, 0, 2)[None] for x in (k, v)]
+    index = [np.array(x, np.int32) for x in ([[0]], [40], [0, 3])]
+    wanted = reference.paged_attention(q.double().numpy(), *natural, *index, sliding_window=group.sliding_window)
+    np.testing.assert_allclose(out.numpy(), wanted, atol=1e-5)
+
+
+def test_from_config_refuses_a_group_when_its_blocks_cannot_be_packed():
+    limits = SchedulerConfig(max_num_seqs=3, max_model_len=64)
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 16, because keys are packed, found 8"):
+        KVCache.from_config(CacheConfig(9, 8, groups=GROUPS), limits, packed=True)

@@ -64,8 +64,8 @@ class KVCache:
         Blocks of the host tier, for requests that are preempted by swap; they take as much memory each as those of the
         pool, in the same layout.
     packed : bool
-        Whether keys are packed, sixteen tokens side by side, which decoding on the CPU reads faster; values stay as they
-        are. Block sizes must be multiples of 16 then, and `pool` is not taken.
+        Whether keys are packed, sixteen tokens side by side, which makes decoding on the CPU faster. Block sizes must
+        be multiples of 16 then, and `pool` is not taken.
 
     Attributes
     ----------
