@@ -132,7 +132,7 @@ pub(crate) fn check_keys<const N: usize>(argument: &'static str, view: &View<N>)
     let ([.., block_size, head_dim], [.., token_stride, stride]) = (&view.shape()[..], &view.strides()[..]) else {
         panic!("broken law: packed keys of {N} dimensions");
     };
-    if !block_size.is_multiple_of(GROUP_TOKENS) || !head_dim.is_multiple_of(8) {
+    if !block_size.is_multiple_of(GROUP_TOKENS) || !head_dim.is_multiple_of(8) || *head_dim == 0 {
         return Err(Error::Shape {
             argument,
             expected: format!("(..., a multiple of {GROUP_TOKENS}, a multiple of 8), because keys are packed"),

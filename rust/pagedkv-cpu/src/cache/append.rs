@@ -6,7 +6,6 @@ use crate::dims::{
     check_scale,
 };
 use crate::error::{Error, Result};
-use crate::packed_keys::{GROUP_TOKENS, PackedKeys};
 use crate::threads;
 use crate::view::View;
 
@@ -119,9 +118,9 @@ fn are_distinct(slot_mapping: &[i64], num_slots: usize) -> bool {
 }
 
 /// What is written, and where to.
-struct Rows<'a> {
-    src: &'a View<3>,
-    cache: &'a View<4>,
+pub(super) struct Rows<'a> {
+    pub(super) src: &'a View<3>,
+    pub(super) cache: &'a View<4>,
     scale: Option<&'a View<1>>,
 }
 
@@ -179,39 +178,7 @@ impl Rows<'_> {
         }
     }
 
-    /// As `write_run`, for packed keys.
-    fn pack_run(&self, token: usize, slot: usize, len: usize) {
-        let Self { src, cache, .. } = self;
-        let [_, num_heads, head_dim] = src.shape();
-        let block_size = cache.shape()[2];
-        let keys = PackedKeys::new(cache.dtype(), head_dim);
-        // Words, so that rows of every type are aligned.
-        let mut rows = vec![0_u32; GROUP_TOKENS.min(len) * keys.row_bytes() / 4];
-        let mut done = 0;
-        while done < len {
-            let offset = slot % block_size + done;
-            let count = PackedKeys::run_len(offset, len - done);
-            for head in 0..num_heads {
-                for (i, row) in rows.chunks_exact_mut(keys.row_bytes() / 4).take(count).enumerate() {
-                    let from = src.at([token + done + i, head, 0]);
-                    if src.dtype() == cache.dtype() {
-                        // SAFETY: the row lies inside its view, and has the bytes of the buffer's.
-                        unsafe {
-                            row.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from.cast(), keys.row_bytes())
-                        };
-                    } else {
-                        self.convert(from, row.as_mut_ptr().cast(), head);
-                    }
-                }
-                let to = cache.at([slot / block_size, head, 0, 0]).cast::<u8>().wrapping_add(keys.offset(offset));
-                // SAFETY: slots were checked, and these are in one group.
-                unsafe { keys.pack(rows.as_ptr().cast(), count, to) };
-            }
-            done += count;
-        }
-    }
-
-    fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
+    pub(super) fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
         const PIECE: usize = 128;
         let head_dim = self.src.shape()[2];
         let sizes = [self.src.dtype(), self.cache.dtype()].map(crate::view::DType::size_bytes);
