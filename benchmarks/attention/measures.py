@@ -14,7 +14,8 @@ from attention.work import MAX_LAYERS, Append, Attention, Copy, Pool, go_around,
 from lines import Report
 from pagedkv.exceptions import UnsupportedError
 
-OURS, IN_BF16, DEEP, FLAT = "ours", "ours, bfloat16 cache", "deep", "flat"
+OURS, IN_BF16, NATURAL = "ours", "ours, bfloat16 cache", "ours, natural keys"
+DEEP, FLAT = "deep", "flat"
 TORCH_SUM = "torch sum"
 COUNT = 3  # samples of a turn that takes milliseconds
 NUM_COPIES = 64  # blocks that `copy_blocks` copies at once
@@ -112,13 +113,16 @@ def decode(bench: Bench, line: Line) -> dict[str, Any]:
 def quantised(bench: Bench, line: Line) -> dict[str, Any]:
     """Time beside that of the same sequences in bfloat16; the limit is a plain read of the quantised bytes."""
     shape = line.shape.raised()
-    wide = dataclasses.replace(shape, dtype="bfloat16")
-    num_layers = bench.layers(shape, 3)  # a layer in bfloat16 takes as much as two
+    natural = dataclasses.replace(shape, keys="natural")
+    wide = dataclasses.replace(natural, dtype="bfloat16")
+    num_layers = bench.layers(shape, 3 + (shape != natural))  # a layer in bfloat16 takes as much as two
     pool, ours = attention(shape, num_layers)
-    _, ours_wide = attention(wide, num_layers, IN_BF16)
+    compared = [ours, attention(wide, num_layers, IN_BF16)[1]]
+    if shape != natural:
+        compared.append(attention(natural, num_layers, NATURAL)[1])
     kernels, refused = bench.vllm_turns("attention", shape)
-    samples, sizes = bench.samples([ours, ours_wide, *kernels, *bench.machine.turns("read_2")])
-    figures = {turn.name: [1e3 * second for second in samples[turn.name]] for turn in (ours, ours_wide, *kernels)}
+    samples, sizes = bench.samples([*compared, *kernels, *bench.machine.turns("read_2")])
+    figures = {turn.name: [1e3 * second for second in samples[turn.name]] for turn in (*compared, *kernels)}
     sizes |= {"kv_gb_s": median(rates(shape.kv_bytes, samples[OURS]))}
     return bench.report.add(
         line.what,
@@ -130,6 +134,28 @@ def quantised(bench: Bench, line: Line) -> dict[str, Any]:
         limit_name="plain read",
         **sizes,
         **refused,
+        **bench.describe(line, shape, pool),
+    )
+
+
+def packed(bench: Bench, line: Line) -> dict[str, Any]:
+    """Bytes of keys and values per second, beside those where keys lie naturally."""
+    shape = line.shape.raised()
+    num_layers = bench.layers(shape, 2)
+    pool, ours = attention(shape, num_layers)
+    _, natural = attention(dataclasses.replace(shape, keys="natural"), num_layers, NATURAL)
+    samples, sizes = bench.samples([ours, natural, *bench.machine.turns("read_2")])
+    figures = {turn.name: rates(shape.kv_bytes, samples[turn.name]) for turn in (ours, natural)}
+    return bench.report.add(
+        line.what,
+        "GB/s",
+        figures.pop(OURS),
+        better="higher",
+        **peer_of(figures, NATURAL),
+        limit=median(samples["read_2"]) / GIGA,
+        limit_name="plain read",
+        gflop_s=median(rates(shape.flops, samples[OURS])),
+        **sizes,
         **bench.describe(line, shape, pool),
     )
 
@@ -259,6 +285,7 @@ def peer_of(figures: Mapping[str, list[float]], name: str | None) -> dict[str, A
 MEASURES: dict[str, Measure] = {
     "decode": decode,
     "quantised": quantised,
+    "packed": packed,
     "prefill": prefill,
     "append": append,
     "copy": copy,
@@ -267,6 +294,7 @@ MEASURES: dict[str, Measure] = {
 UNITS: dict[str, tuple[str, str]] = {
     "decode": ("GB/s", "higher"),
     "quantised": ("ms", "lower"),
+    "packed": ("GB/s", "higher"),
     "prefill": ("GFLOP/s", "higher"),
     "append": ("GB/s", "higher"),
     "copy": ("GB/s", "higher"),

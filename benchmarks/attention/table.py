@@ -11,12 +11,12 @@ MIN_KV_BYTES = 1 << 28
 BFLOAT16_SETS = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
-Kind = Literal["decode", "quantised", "prefill", "append", "copy", "layers"]
+Kind = Literal["decode", "quantised", "packed", "prefill", "append", "copy", "layers"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences of equal length, their heads, and the threads that work on them."""
+    """Sequences of equal length, their heads, how keys lie, and the threads that work on them."""
 
     num_seqs: int = 16
     seq_len: int = 4096
@@ -26,6 +26,7 @@ class Shape:
     dtype: str = "bfloat16"
     num_queries: int = 1
     threads: int = 2
+    keys: Literal["natural", "packed"] = "natural"
 
     @property
     def kv_bytes(self) -> int:
@@ -108,7 +109,9 @@ LINES = (
     Line("decode_bf16_mha", "decode", Shape(num_kv_heads=32), _must((0.70, 0.70))),
     Line("decode_smollm2", "decode", Shape(num_q_heads=9, num_kv_heads=3, head_dim=64), _must((0.70, 0.70))),
     Line("decode_fp8_16x4096", "quantised", Shape(dtype="float8_e4m3fn"), _must(ratio=(1.3, 1.5))),
+    Line("decode_fp8_packed", "quantised", Shape(dtype="float8_e4m3fn", keys="packed"), _must(ratio=(1.3, 1.5))),
     Line("decode_bf16_gqa12", "decode", Shape(num_q_heads=24, num_kv_heads=2), _must((0.45, 0.40)), ("avx2",)),
+    Line("decode_gqa12_packed", "packed", Shape(num_q_heads=24, num_kv_heads=2, keys="packed")),
     Line("decode_context_1thread", "decode", Shape(threads=1), _must((0.60, 0.60))),
     Line("prefill_1x2048", "prefill", Shape(1, 2048, num_queries=2048), _must((0.80, 0.45), (1.3, 1.4))),
     Line("append_kv", "append", Shape(1, 8192, num_queries=8192), _must((0.60, 0.60))),

@@ -12,6 +12,7 @@ from attention.table import BLOCK_SIZE, Shape
 MAX_LAYERS = 32
 # Random numbers that are laid out again and again to fill a pool; no multiple of a block, so that blocks differ.
 FILL_ELEMENTS = (1 << 24) + 40
+FILL_TOKENS = (1 << 13) + 5
 
 
 class WrongResultError(Exception):
@@ -24,6 +25,7 @@ class Pool:
 
     cache: pagedkv.KVCache
     block_table: torch.Tensor
+    tokens: torch.Tensor | None = None  # keys and values that the slots of packed layers hold again and again
 
     @property
     def num_layers(self) -> int:
@@ -32,7 +34,8 @@ class Pool:
     @property
     def address(self) -> int:
         """An address in the middle of its memory."""
-        return self.cache.pool.data_ptr() + self.cache.num_bytes // 2
+        start = self.cache.pool if self.tokens is None else torch.from_dlpack(self.cache.layer_tensors(0)[1])
+        return start.data_ptr() + self.cache.num_bytes // 2
 
 
 def layers_that_fit(shape: Shape, budget_bytes: int) -> int:
@@ -45,11 +48,12 @@ def make_pool(shape: Shape, num_layers: int) -> Pool:
     per_seq = -(-shape.seq_len // BLOCK_SIZE)
     num_blocks = shape.num_seqs * per_seq + 1
     sizes = (num_blocks, BLOCK_SIZE, num_layers, shape.num_kv_heads, shape.head_dim)
-    cache = pagedkv.KVCache(*sizes, shape.dtype, max_num_seqs=shape.num_seqs, max_blocks_per_seq=per_seq)
+    packed = {"packed": True} if shape.keys == "packed" else {}
+    cache = pagedkv.KVCache(*sizes, shape.dtype, max_num_seqs=shape.num_seqs, max_blocks_per_seq=per_seq, **packed)
     torch.manual_seed(0)
-    fill(cache.pool)
+    tokens = fill_slots(cache) if packed else fill(cache.pool)
     table = torch.randperm(num_blocks - 1).add(1).int().reshape(shape.num_seqs, per_seq)
-    return Pool(cache, table)
+    return Pool(cache, table, tokens)
 
 
 def fill(array: torch.Tensor) -> None:
@@ -74,6 +78,17 @@ def go_around(work: Work) -> None:
         work(number)
 
 
+def fill_slots(cache: pagedkv.KVCache) -> torch.Tensor:
+    """Fill every slot of every layer with normally distributed keys and values; return them."""
+    sizes = (2, FILL_TOKENS, cache.num_kv_heads, cache.head_dim)
+    tokens = torch.randn(sizes).to(getattr(torch, cache.dtype))
+    for slots in torch.arange(cache.num_blocks * cache.block_size).split(FILL_TOKENS):
+        k, v = tokens[:, : len(slots)]
+        for layer in range(cache.num_layers):
+            cache.append_kv(layer, k, v, slots)
+    return tokens
+
+
 class Attention:
     """Attention of the last queries of every sequence, over one layer of a pool after the other."""
 
@@ -84,7 +99,8 @@ class Attention:
         num_tokens = shape.num_seqs * shape.num_queries
         self.q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim).to(dtype)
         self.out = torch.empty_like(self.q)
-        self.layers = [pool.cache.layer(layer) for layer in range(pool.num_layers)]
+        layer_of = pool.cache.layer if pool.tokens is None else pool.cache.layer_tensors
+        self.layers = [layer_of(layer) for layer in range(pool.num_layers)]
         seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
         query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
         self._run = plan(shape, (pool.block_table, seq_lens, query_start_loc))
@@ -101,7 +117,7 @@ class Attention:
         last = len(self.layers) - 1
         self(last)
         shape = self.shape
-        k, v = (self._of_first_sequence(cache) for cache in self.layers[last])
+        k, v = (self._of_first_sequence(last, side) for side in (0, 1))
         q, out = (array[: shape.num_queries].float().transpose(0, 1) for array in (self.q, self.out))
         attention = torch.nn.functional.scaled_dot_product_attention
         wanted = attention(q, k, v, is_causal=shape.num_queries > 1, enable_gqa=True)
@@ -109,8 +125,12 @@ class Attention:
         if not error < 0.02:
             raise WrongResultError(f"expected the attention that torch computes, found one that is off by {error:.2%}")
 
-    def _of_first_sequence(self, cache: torch.Tensor) -> torch.Tensor:
-        blocks = cache[self.pool.block_table[0].long()].float()
+    def _of_first_sequence(self, layer: int, side: int) -> torch.Tensor:
+        table = self.pool.block_table[0].long()
+        if self.pool.tokens is not None:
+            slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
+            return self.pool.tokens[side, slots % len(self.pool.tokens[side])].float().transpose(0, 1)
+        blocks = self.layers[layer][side][table].float()
         return blocks.transpose(0, 1).reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
 
 

@@ -181,13 +181,13 @@ def generate_with_rollbacks():
     on the tokens of the first, falls with it.
     """
 
-    def generate(case, *points, block_size=16, num_blocks=256):
+    def generate(case, *points, block_size=16, num_blocks=256, packed=False):
         model = TransformersModel(case.model)
         config = CacheConfig(num_blocks, block_size, groups=model.cache_groups())
         max_model_len = min(1024, model.max_model_len)
         limits = SchedulerConfig(max_num_batched_tokens=128, max_model_len=max_model_len, max_plans_in_flight=2)
-        scheduler, cache = Scheduler(config, limits), KVCache.from_config(config, limits)
-        cache.pool.fill_(math.nan)
+        scheduler, cache = Scheduler(config, limits), KVCache.from_config(config, limits, packed=packed)
+        _poison(cache)
         handles = [
             scheduler.add_request(str(number), prompt, max_tokens=case.max_tokens)
             for number, prompt in enumerate(case.prompts)
@@ -209,6 +209,17 @@ def generate_with_rollbacks():
         return [outputs[handle] for handle in handles]
 
     return generate
+
+
+def _poison(cache):
+    if not cache.packed:
+        cache.pool.fill_(math.nan)
+        return
+    for layer in range(cache.num_layers):
+        group = cache.groups[cache.group_of(layer)]
+        slots = torch.arange(cache.num_blocks * group.block_size)
+        nan = torch.full((len(slots), group.num_kv_heads, group.head_dim), math.nan)
+        cache.append_kv(layer, nan, nan, slots)
 
 
 def _undo(scheduler, cache, model, plan, when):

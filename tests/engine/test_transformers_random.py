@@ -47,3 +47,7 @@ def test_transformers_random_model_gives_the_same_tokens_when_the_prefix_cache_i
 @pytest.mark.parametrize("when", ["before_apply", "after_apply", "after_forward", "with_plan_behind"])
 def test_transformers_random_model_gives_the_same_tokens_after_rollbacks(random_case, generate_with_rollbacks, when):
     assert generate_with_rollbacks(random_case, when, block_size=8) == random_case.expected
+
+
+def test_transformers_random_model_gives_the_same_tokens_when_keys_are_packed(random_case, generate_with_rollbacks):
+    assert generate_with_rollbacks(random_case, "before_apply", packed=True) == random_case.expected

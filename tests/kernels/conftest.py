@@ -1,5 +1,6 @@
 """Caches and batches for kernel tests: every slot and table entry that must not be read is poisoned."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv import reference
+from pagedkv import KVCache, reference
 from pagedkv.attention import instruction_sets, paged_attention
 
 NUM_LAYERS = 3
@@ -103,6 +104,29 @@ def make_batch(
     return Batch(q, k_cache, v_cache, table, seq_lens, query_start_loc, rows, pool)
 
 
+@dataclass
+class PackedBatch(Batch):
+    """The same batch over a packed cache; the arrays that it has itself are what the oracle sees."""
+
+    cache: Any = field(default=None, repr=False)
+
+    def arrays(self):
+        """Return the arguments of an operation."""
+        return (self.q, *self.cache.layer_tensors(LAYER), *super().arrays()[3:])
+
+
+def pack(batch, **options):
+    """Return a batch over a packed cache that holds what its pool does, poison included."""
+    num_blocks, num_layers, _, num_kv_heads, block_size, head_dim = batch.pool.shape
+    sizes = (num_blocks, block_size, num_layers, num_kv_heads, head_dim, batch.pool.dtype)
+    cache = KVCache(*sizes, max_num_seqs=1, max_blocks_per_seq=1, packed=True, **options)
+    for layer in range(num_layers):
+        k, v = (batch.pool[:, layer, side].transpose(1, 2).flatten(0, 1) for side in (0, 1))
+        cache.append_kv(layer, k, v, torch.arange(num_blocks * block_size))
+    of_batch = {item.name: getattr(batch, item.name) for item in dataclasses.fields(Batch)}
+    return PackedBatch(**of_batch, cache=cache)
+
+
 def name(dtype):
     """Return the name of a torch element type."""
     return str(dtype).removeprefix("torch.")
@@ -143,6 +167,18 @@ def isa(request, monkeypatch):
 def make_batch_fixture():
     """Return the function that makes batches."""
     return make_batch
+
+
+@pytest.fixture(name="pack")
+def pack_fixture():
+    """Return the function that moves a batch to a packed cache."""
+    return pack
+
+
+@pytest.fixture(name="make_packed_batch")
+def make_packed_batch_fixture():
+    """Return the function that makes batches over packed caches."""
+    return lambda *sequences, **sizes: pack(make_batch(*sequences, **sizes), layout=sizes.get("layout", "block"))
 
 
 @pytest.fixture(name="make_pool")

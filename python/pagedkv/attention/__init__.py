@@ -42,8 +42,8 @@ def paged_attention(
     q : array, shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
         Queries, sequence after sequence. `head_dim` is a multiple of 8 up to 512.
     k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
-        One layer of the cache, such as `KVCache.layer` returns: float32, float16, bfloat16, float8_e4m3fn or
-        float8_e5m2.
+        One layer of the cache, such as `KVCache.layer` returns, or `KVCache.layer_tensors` where keys are packed:
+        float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
     block_table : array, shape (num_rows, max_blocks_per_seq), int32
         Block ids. Entries beyond a sequence's length, or wholly before its window, are never read.
     seq_lens : array, shape (num_seqs,), int32

@@ -137,7 +137,8 @@ class PagedAttention:
         q : array, shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries, sequence after sequence; those behind the last sequence belong to none and give 0.
         k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
-            One layer of the cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
+            One layer of the cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. Packed keys are known by
+            the tensors of `KVCache.layer_tensors`.
         softmax_scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale, out, return_lse
             As for `paged_attention`.
 

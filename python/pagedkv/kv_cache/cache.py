@@ -3,8 +3,18 @@
 from typing import Any, Literal, Self, TypeVar
 
 from pagedkv import _core
-from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kv_cache.checks import check_apart, check_config, check_place, dtype_name, import_memory, integer, size
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.kv_cache.checks import (
+    check_apart,
+    check_config,
+    check_moves,
+    check_packed,
+    check_place,
+    dtype_name,
+    import_memory,
+    integer,
+    size,
+)
 from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
@@ -53,6 +63,9 @@ class KVCache:
     host_blocks : int
         Blocks of the host tier, for requests that are preempted by swap; they take as much memory each as those of the
         pool, in the same layout.
+    packed : bool
+        Whether keys are packed, sixteen tokens side by side, which makes decoding on the CPU faster. Block sizes must
+        be multiples of 16 then, and `pool` is not taken.
 
     Attributes
     ----------
@@ -65,14 +78,16 @@ class KVCache:
     block_size, num_kv_heads, head_dim, dtype
         Those of all groups; where groups differ, an AttributeError says so.
     pool : array
-        The whole memory, in the library that made it and as the first group sees it.
+        The whole memory, in the library that made it and as the first group sees it; refused where keys are packed.
+    packed : bool
+        As given.
     block_table : array, shape (num_groups, max_num_seqs, max_blocks_per_seq), int32
         Block ids by cache group, row and column; it never moves.
 
     Raises
     ------
     UnsupportedError
-        If `device` waits for a later version.
+        If `device` waits for a later version, or memory is given for packed keys.
     TypeError, InvalidArgumentError
         If an argument is out of its range, or given memory is read-only, overlaps itself or the other's, does not have
         the shape and type that it should, or can't be seen in the shape of each group.
@@ -110,6 +125,7 @@ class KVCache:
         pool: Any = None,
         block_table: Any = None,
         host_blocks: int = 0,
+        packed: bool = False,
     ) -> None:
         group = CacheGroup(
             tuple(range(size("num_layers", num_layers))),
@@ -130,6 +146,7 @@ class KVCache:
             pool=pool,
             block_table=block_table,
             host_blocks=host_blocks,
+            packed=packed,
         )
 
     @classmethod
@@ -143,8 +160,8 @@ class KVCache:
         scheduler_config : SchedulerConfig
             Sequences and their longest length, which size the block table.
         **options
-            `layout`, `backend`, `device`, `pool`, `block_table`, and `host_blocks`, by default those of `cache_config`,
-            as for the class. The pool has the shape of the first group,
+            `layout`, `backend`, `device`, `pool`, `block_table`, `packed`, and `host_blocks`, by default those of
+            `cache_config`, as for the class. The pool has the shape of the first group,
             ``(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)``, and the block table
             ``(num_groups, max_num_seqs, max_blocks_per_seq)``, which is as wide as the smallest block size needs.
 
@@ -182,33 +199,41 @@ class KVCache:
         pool: Any = None,
         block_table: Any = None,
         host_blocks: int = 0,
+        packed: bool = False,
     ) -> None:
         check_place(layout, backend, device)
+        if packed:
+            check_packed(groups, pool)
         self.num_blocks = num_blocks
         self.groups = groups
         self.num_layer_slots = num_layer_slots
         self._places = place_layers(groups)
+        self.packed = packed
         self._backend = backend
         shape = (num_blocks, num_layer_slots, *groups[0].slot_shape)
-        self.pool = make_pool(backend, shape, groups[0].dtype, layout) if pool is None else pool
-        self._pool = import_memory("pool", self.pool, shape, groups[0].dtype)
+        self._memory = make_pool(backend, shape, groups[0].dtype, layout) if pool is None else pool
+        natural = import_memory("pool", self._memory, shape, groups[0].dtype)
+        self._pool = natural.packed() if packed else natural
         table_shape = (len(groups), *table_sizes)
         self.block_table = make_table(backend, table_shape) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
         check_apart("block_table", self._block_table, "pool", self._pool)
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
-        self._views = [view_tensor(self._pool, group) for group in self.groups]
+        views = [view_tensor(natural, group) for group in self.groups]
+        self._views = [view.packed() for view in views] if packed else views
         self._tensors, self._layers = self._view_layers()
         self.host_blocks = integer("host_blocks", host_blocks)
         if self.host_blocks < 0:
             raise InvalidArgumentError(f"host_blocks: expected at least 0, found {host_blocks}")
         self._host = (
-            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend) if self.host_blocks else None
+            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend, packed=packed)
+            if self.host_blocks
+            else None
         )
 
     def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
         tensors, arrays = {}, {}
-        sliceable = [view_array(self.pool, self.groups[0], group) for group in self.groups]
+        sliceable = [view_array(self._memory, self.groups[0], group) for group in self.groups]
         for layer, (group, slot) in self._places.items():
             both = self._views[group].select(1, slot)
             tensors[layer] = (both.select(1, 0), both.select(1, 1))
@@ -236,6 +261,17 @@ class KVCache:
         """Where the memory lies."""
         return self._pool.device
 
+    @property
+    def pool(self) -> Any:
+        """The whole memory, in the library that made it and as the first group sees it."""
+        self._refuse_packed("pool", "pool_tensor")
+        return self._memory
+
+    @property
+    def pool_tensor(self) -> _core.Tensor:
+        """The whole memory as an imported tensor, which knows the element type and whether keys are packed."""
+        return self._pool
+
     def layer(self, layer: int) -> tuple[Any, Any]:
         """Return the keys and the values of a layer, as views.
 
@@ -249,13 +285,20 @@ class KVCache:
         k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
             Views in the library of the pool and the shape of the layer's group; `Tensor` where that library is neither
             torch nor NumPy.
+
+        Raises
+        ------
+        UnsupportedError
+            If keys are packed: no strides say where their elements lie. Operations take `layer_tensors` then.
         """
+        self._refuse_packed("layer", "layer_tensors")
         return self._find(self._layers, layer)
 
     def layer_tensors(self, layer: int) -> tuple[_core.Tensor, _core.Tensor]:
         """Return the keys and the values of a layer as imported tensors.
 
-        Operations take them without importing them again, and they know the element type where NumPy does not.
+        Operations take them without importing them again, and they know the element type where NumPy does not, and
+        whether keys are packed.
 
         Parameters
         ----------
@@ -265,7 +308,7 @@ class KVCache:
         Returns
         -------
         k_cache, v_cache : Tensor, shape (num_blocks, num_kv_heads, block_size, head_dim)
-            Views of the pool.
+            Views of the pool. Packed keys can be given to operations, and to nothing else.
         """
         return self._find(self._tensors, layer)
 
@@ -321,7 +364,7 @@ class KVCache:
                 f"plan.copies: expected blocks below {self.num_blocks}, found {plan.copies.max()}"
             )
         if len(plan.slot_moves):
-            self._check_moves(plan.slot_moves)
+            check_moves(plan.slot_moves, [self.num_blocks * group.block_size for group in self.groups])
         if len(plan.table_updates):
             _core.update_block_table(self._block_table, plan.table_updates, self.num_blocks)
         if len(plan.slot_moves):
@@ -334,6 +377,7 @@ class KVCache:
     @property
     def host_pool(self) -> Any:
         """The memory of the host tier, in the library that made it; None where there is none."""
+        self._refuse_packed("host_pool", "apply")
         return None if self._host is None else self._host.pool
 
     def finished_transfers(self, ids: Any) -> Any:
@@ -351,15 +395,9 @@ class KVCache:
         """
         return ids[:0] if self._host is None else self._host.finished(ids)
 
-    def _check_moves(self, slot_moves: Any) -> None:
-        for group, source, destination in slot_moves.tolist():
-            if not 0 <= group < len(self.groups):
-                raise InvalidArgumentError(f"plan.slot_moves: expected groups below {len(self.groups)}, found {group}")
-            num_slots = self.num_blocks * self.groups[group].block_size
-            if not (0 <= source < num_slots and 0 <= destination < num_slots):
-                raise InvalidArgumentError(
-                    f"plan.slot_moves: expected slots below {num_slots}, found {source} and {destination}"
-                )
+    def _refuse_packed(self, what: str, instead: str) -> None:
+        if self.packed:
+            raise UnsupportedError(f"{what}: expected keys in the natural layout, found packed keys: see {instead}")
 
     def append_kv(
         self, layer: int, k: Any, v: Any, slot_mapping: Any, *, k_scale: Any = None, v_scale: Any = None

@@ -1,11 +1,19 @@
 """What `KVCache` refuses, by the argument's name."""
 
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.memory import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from pagedkv.kv_cache.groups import CacheGroup
+
+# Tokens that packed keys have side by side, and what attention takes of `head_dim` at least.
+_PACKED_TOKENS = 16
+_PACKED_ELEMENTS = 8
 
 
 def integer(argument: str, found: Any) -> int:
@@ -53,6 +61,30 @@ def check_place(layout: str, backend: str, device: Any) -> None:
     _check_choice("backend", backend, ("torch", "numpy"))
     if str(device) != "cpu":
         raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
+
+
+def check_packed(groups: Sequence["CacheGroup"], pool: Any) -> None:
+    """Refuse sizes in which keys can't be packed, and memory whose keys lie in an order of its own."""
+    if pool is not None:
+        raise UnsupportedError("pool: expected none, because only memory that KVCache makes has packed keys, found one")
+    for group in groups:
+        for name, unit in (("block_size", _PACKED_TOKENS), ("head_dim", _PACKED_ELEMENTS)):
+            found = getattr(group, name)
+            if found % unit:
+                raise InvalidArgumentError(
+                    f"{name}: expected a multiple of {unit}, because keys are packed, found {found}"
+                )
+
+
+def check_moves(slot_moves: Any, num_slots: Sequence[int]) -> None:
+    """Refuse moves of a plan in a cache group, or between slots, that are not there."""
+    for group, source, destination in slot_moves.tolist():
+        if not 0 <= group < len(num_slots):
+            raise InvalidArgumentError(f"plan.slot_moves: expected groups below {len(num_slots)}, found {group}")
+        if not (0 <= source < num_slots[group] and 0 <= destination < num_slots[group]):
+            raise InvalidArgumentError(
+                f"plan.slot_moves: expected slots below {num_slots[group]}, found {source} and {destination}"
+            )
 
 
 def import_memory(argument: str, array: Any, shape: tuple[int, ...], dtype: str) -> _core.Tensor:

@@ -29,6 +29,8 @@ class HostTier:
         Which dimension is outermost in memory.
     backend : {"torch", "numpy"}
         The library that makes the memory.
+    packed : bool
+        Whether keys are packed, as on the device.
 
     Attributes
     ----------
@@ -40,10 +42,20 @@ class HostTier:
     On the CPU a transfer has ended when it was started.
     """
 
-    def __init__(self, num_blocks: int, block_shape: tuple[int, ...], dtype: str, layout: str, backend: str) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_shape: tuple[int, ...],
+        dtype: str,
+        layout: str,
+        backend: str,
+        *,
+        packed: bool = False,
+    ) -> None:
         shape = (num_blocks, *block_shape)
         self.pool = make_pool(backend, shape, dtype, layout)
-        self._pool = import_memory("host_pool", self.pool, shape, dtype)
+        natural = import_memory("host_pool", self.pool, shape, dtype)
+        self._pool = natural.packed() if packed else natural
         self._num_blocks = num_blocks
         self._last_started = 0
 

@@ -110,8 +110,8 @@ def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
     Raises
     ------
     TypeError, InvalidArgumentError
-        If the pools differ in element type or in the shape of a block, or a block is outside its pool. Nothing is
-        written then.
+        If the pools differ in element type or in the shape of a block, keys are packed in one of the two, or a block is
+        outside its pool. Nothing is written then.
 
     Examples
     --------

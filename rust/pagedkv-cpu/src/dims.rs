@@ -1,6 +1,7 @@
 //! Dimensions bound by name across the arguments of one call, so that a mismatch can name both sides.
 
 use crate::error::{Error, Result};
+use crate::packed_keys::GROUP_TOKENS;
 use crate::view::{DType, View};
 
 /// Dimensions of `q` and `out`.
@@ -123,8 +124,34 @@ pub(crate) fn check_dtype<const N: usize>(argument: &'static str, view: &View<N>
     Err(Error::DType { argument, expected: dtype.name(), found: view.dtype().name() })
 }
 
-/// Refuses rows of `head_dim` that are not contiguous.
+/// Refuses keys that are neither contiguous rows nor packed as packed keys are.
+pub(crate) fn check_keys<const N: usize>(argument: &'static str, view: &View<N>) -> Result<()> {
+    if !view.is_packed() {
+        return check_rows(argument, view);
+    }
+    let ([.., block_size, head_dim], [.., token_stride, stride]) = (&view.shape()[..], &view.strides()[..]) else {
+        panic!("broken law: packed keys of {N} dimensions");
+    };
+    if !block_size.is_multiple_of(GROUP_TOKENS) || !head_dim.is_multiple_of(8) || *head_dim == 0 {
+        return Err(Error::Shape {
+            argument,
+            expected: format!("(..., a multiple of {GROUP_TOKENS}, a multiple of 8), because keys are packed"),
+            found: shape_text(&view.shape()),
+        });
+    }
+    if view.is_empty() || (*stride == 1 && *token_stride == *head_dim as i64) {
+        return Ok(());
+    }
+    let expected = "the keys of a head in one span, because they are packed";
+    Err(Error::Strides { argument, expected, found: shape_text(&view.strides()) })
+}
+
+/// Refuses rows of `head_dim` that are not contiguous, packed ones among them.
 pub(crate) fn check_rows<const N: usize>(argument: &'static str, view: &View<N>) -> Result<()> {
+    if view.is_packed() {
+        let expected = "an array in the natural layout".to_owned();
+        return Err(Error::Value { argument, expected, found: "packed keys".to_owned() });
+    }
     if view.has_contiguous_rows() {
         return Ok(());
     }

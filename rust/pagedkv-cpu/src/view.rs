@@ -107,6 +107,7 @@ pub struct View<const N: usize> {
     dtype: DType,
     shape: [usize; N],
     strides: [i64; N],
+    is_packed: bool,
 }
 
 // SAFETY: a view is an address with a layout; `View::new` makes its maker promise that the memory may be used from any
@@ -124,7 +125,20 @@ impl<const N: usize> View<N> {
     /// allocation, aligned to its size, readable from any thread and written by nobody else. A view that is passed as
     /// an output must be writable too.
     pub const unsafe fn new(data: *mut c_void, dtype: DType, shape: [usize; N], strides: [i64; N]) -> Self {
-        Self { data, dtype, shape, strides }
+        Self { data, dtype, shape, strides, is_packed: false }
+    }
+
+    /// The same memory with its keys packed: each run of sixteen tokens of a head lies `[head_dim / x][16][x]`, where `x`
+    /// is 2 in bfloat16 and FP8, else 1. Of a pool, the values stay as they are; strides go on saying where heads and
+    /// blocks start.
+    #[must_use]
+    pub const fn packed(self) -> Self {
+        Self { is_packed: true, ..self }
+    }
+
+    /// Whether its keys are packed.
+    pub const fn is_packed(&self) -> bool {
+        self.is_packed
     }
 
     /// Element type.

@@ -36,6 +36,7 @@ struct Case {
     cache: DType,
     group: usize,
     head_dim: usize,
+    is_packed: bool,
 }
 
 /// The results as float32.
@@ -58,9 +59,10 @@ fn attend(case: &Case, isa: Isa, threads: usize) -> Vec<f32> {
         *end += s.1 as i32;
         Some(*end)
     }));
+    let keys = view(&mut k, case.cache, cache);
     let operands = Operands::new(
         view(&mut q, case.q, queries),
-        view(&mut k, case.cache, cache),
+        if case.is_packed { keys.packed() } else { keys },
         view(&mut v, case.cache, cache),
         view(&mut out, DType::F32, queries),
     );
@@ -77,6 +79,12 @@ fn attend(case: &Case, isa: Isa, threads: usize) -> Vec<f32> {
 }
 
 fn assert_isas_agree(case: &Case, tolerance: f32) {
+    for is_packed in [false, true] {
+        assert_isas_agree_on(&Case { is_packed, ..*case }, tolerance);
+    }
+}
+
+fn assert_isas_agree_on(case: &Case, tolerance: f32) {
     let plain = attend(case, Isa::Scalar, 1);
     assert!(plain.iter().all(|x| x.is_finite()));
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
@@ -92,24 +100,24 @@ fn assert_isas_agree(case: &Case, tolerance: f32) {
 
 #[test]
 fn isas_agree_in_float32() {
-    assert_isas_agree(&Case { q: DType::F32, cache: DType::F32, group: 4, head_dim: 64 }, 2e-6);
+    assert_isas_agree(&Case { q: DType::F32, cache: DType::F32, group: 4, head_dim: 64, is_packed: false }, 2e-6);
 }
 
 #[test]
 fn isas_agree_in_float16() {
-    assert_isas_agree(&Case { q: DType::F16, cache: DType::F16, group: 3, head_dim: 72 }, 2e-6);
+    assert_isas_agree(&Case { q: DType::F16, cache: DType::F16, group: 3, head_dim: 72, is_packed: false }, 2e-6);
 }
 
 #[test]
 fn isas_agree_in_bfloat16_up_to_the_rounding_of_weights() {
-    assert_isas_agree(&Case { q: DType::BF16, cache: DType::BF16, group: 4, head_dim: 128 }, 8e-3);
-    assert_isas_agree(&Case { q: DType::BF16, cache: DType::BF16, group: 7, head_dim: 40 }, 8e-3);
+    assert_isas_agree(&Case { q: DType::BF16, cache: DType::BF16, group: 4, head_dim: 128, is_packed: false }, 8e-3);
+    assert_isas_agree(&Case { q: DType::BF16, cache: DType::BF16, group: 7, head_dim: 40, is_packed: false }, 8e-3);
 }
 
 #[test]
 fn isas_agree_in_fp8() {
     for cache in [DType::F8E4M3, DType::F8E5M2] {
-        assert_isas_agree(&Case { q: DType::BF16, cache, group: 2, head_dim: 104 }, 2e-6);
+        assert_isas_agree(&Case { q: DType::BF16, cache, group: 2, head_dim: 104, is_packed: false }, 2e-6);
     }
 }
 

@@ -4,7 +4,7 @@ use super::plan::Cut;
 use super::{AttentionOptions, Batch, HEAD_DIM_STEP, MAX_HEAD_DIM, Operands};
 use crate::dims::{
     CACHE, Dims, LSE, QUERIES, SINKS, check_apart, check_cached, check_computed, check_distinct, check_dtype,
-    check_rows, check_scale,
+    check_keys, check_rows, check_scale,
 };
 use crate::error::{Error, Result};
 use crate::isa::Isa;
@@ -51,9 +51,10 @@ pub(super) fn check_operands(operands: &Operands, options: &AttentionOptions, th
     check_apart(("out", out), ("q", q))?;
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         check_cached(name, cache)?;
-        check_rows(name, cache)?;
         check_apart(("out", out), (name, cache))?;
     }
+    check_keys("k_cache", k_cache)?;
+    check_rows("v_cache", v_cache)?;
     if let Some(lse) = lse {
         check_lse(&mut dims, operands, lse)?;
     }

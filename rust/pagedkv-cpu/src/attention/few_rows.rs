@@ -11,7 +11,7 @@ use pagedkv_core::split_kv::{Tile, WorkItem};
 use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
-use super::tokens::{TokenRows, Visibility, head_offset, is_finite, visible_bits};
+use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
 use crate::kernels::{Groups, STRIP_TOKENS, Scores, Strip};
 use crate::view::View;
 
@@ -88,15 +88,20 @@ impl Item<'_> {
         }
     }
 
-    /// Lays out the queries of a KV head: per group `[vector][row]`.
+    /// Lays out the queries of a KV head: per group `[vector][row]`, or `[cell][row]` for packed keys.
     fn pack_queries(&self, kv_head: usize, row: &mut [f32], q: &mut [f32]) {
+        let width = self.call.few.kernels.keys.query_cells;
         for group in Groups::of(self.num_rows) {
             let q = &mut q[group.first * self.call.few.q_len..];
             for i in 0..group.rows.min(self.num_rows - group.first) {
                 self.call.pack_query(&self.call.few, self.tile(), [kv_head, group.first + i], row);
-                for (vector, cells) in row.chunks_exact(self.lanes).enumerate() {
-                    let at = (vector * group.rows + i) * self.lanes;
-                    q[at..at + self.lanes].copy_from_slice(cells);
+                if width == 1 {
+                    q[i..].iter_mut().step_by(group.rows).zip(row.iter()).for_each(|(to, cell)| *to = *cell);
+                    continue;
+                }
+                for (vector, cells) in row.chunks_exact(width).enumerate() {
+                    let at = (vector * group.rows + i) * width;
+                    q[at..at + width].copy_from_slice(cells);
                 }
             }
         }
@@ -111,7 +116,7 @@ impl Item<'_> {
         let strip = |start: usize| start..keys.end.min((start / STRIP_TOKENS + 1) * STRIP_TOKENS);
         let (mut now, mut next) = (TokenRows::new(), TokenRows::new());
         if !keys.is_empty() {
-            next.find(plan, sequence, caches, strip(keys.start));
+            next.find(plan, sequence, caches, strip(first_read(caches[0], keys.start)));
         }
         while now.tokens.end < keys.end {
             std::mem::swap(&mut now, &mut next);

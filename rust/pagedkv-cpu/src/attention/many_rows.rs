@@ -8,7 +8,7 @@ use pagedkv_core::split_kv::{Tile, WorkItem};
 use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
-use super::tokens::{TokenRows, Visibility, head_offset, is_finite, visible_bits};
+use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
 use crate::kernels::{Panel, Product, Scores};
 use crate::view::View;
 
@@ -101,7 +101,7 @@ impl Item<'_> {
         let sequence = &plan.sequences[self.tile().sequence];
         let keys = &self.work.keys;
         let mut tokens = TokenRows::new();
-        let mut start = keys.start;
+        let mut start = first_read(&operands.k_cache, keys.start);
         while start < keys.end {
             let end = keys.end.min((start / TILE_TOKENS + 1) * TILE_TOKENS);
             tokens.find(plan, sequence, [&operands.k_cache, &operands.v_cache], start..end);

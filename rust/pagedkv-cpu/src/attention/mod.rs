@@ -121,8 +121,10 @@ pub fn paged_attention(
 
 /// Computes what was checked.
 fn attend(operands: &Operands, options: &AttentionOptions, plan: &Plan, isa: Isa, threads: usize) {
+    let is_packed = operands.k_cache.is_packed();
     let dtypes = [operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype()];
-    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes), plan.cut.head_dim));
+    let paths =
+        [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes, is_packed), plan.cut.head_dim));
     WORKSPACE.with_borrow_mut(|workspace| {
         let rows = workspace.floats(plan.split.num_partial_rows * paths[0].row_len()).as_mut_ptr();
         run(&Call::new(operands, options, plan, paths, Workspace { rows }), threads);

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use super::plan::{Plan, Sequence};
+use crate::packed_keys::{GROUP_TOKENS, PackedKeys};
 use crate::view::{DType, View};
 
 /// The rows of up to `N` tokens under the first KV head.
@@ -27,16 +28,12 @@ impl<const N: usize> TokenRows<N> {
         debug_assert!((1..=N).contains(&tokens.len()), "broken law: {tokens:?} in a run of {N}");
         let block_size = plan.cut.block_size;
         for (cache, rows) in caches.into_iter().zip([&mut self.keys, &mut self.values]) {
-            let step = cache.strides()[2] as isize * cache.dtype().size_bytes() as isize;
             let mut token = tokens.start;
             while token < tokens.end {
                 let offset = token % block_size;
                 let len = (block_size - offset).min(tokens.end - token);
-                let first = cache.at([sequence.block(token / block_size), 0, offset, 0]).cast::<u8>().cast_const();
                 let at = token - tokens.start;
-                for (i, row) in rows[at..at + len].iter_mut().enumerate() {
-                    *row = first.wrapping_offset(i as isize * step);
-                }
+                fill_rows(cache, sequence.block(token / block_size), offset, &mut rows[at..at + len]);
                 token += len;
             }
             let last = rows[tokens.len() - 1];
@@ -44,6 +41,28 @@ impl<const N: usize> TokenRows<N> {
         }
         self.tokens = tokens;
     }
+}
+
+/// Finds where neighbours in a block lie: their rows, or the first cells of packed keys.
+fn fill_rows(cache: &View<4>, block: usize, offset: usize, rows: &mut [*const u8]) {
+    if cache.is_packed() {
+        let keys = PackedKeys::new(cache.dtype(), cache.shape()[3]);
+        let first = cache.at([block, 0, 0, 0]).cast::<u8>().cast_const();
+        for (token, row) in (offset..).zip(rows) {
+            *row = first.wrapping_add(keys.offset(token));
+        }
+        return;
+    }
+    let step = cache.strides()[2] as isize * cache.dtype().size_bytes() as isize;
+    let first = cache.at([block, 0, offset, 0]).cast::<u8>().cast_const();
+    for (i, row) in (0..).zip(rows) {
+        *row = first.wrapping_offset(i * step);
+    }
+}
+
+/// Where to start with the keys from `start` on: packed ones are read a group at a time. Nobody sees those before.
+pub(super) fn first_read(cache: &View<4>, start: usize) -> usize {
+    if cache.is_packed() { start / GROUP_TOKENS * GROUP_TOKENS } else { start }
 }
 
 /// Bytes from the first KV head of a cache to another one.

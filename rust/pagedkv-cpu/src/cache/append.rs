@@ -3,7 +3,8 @@
 use super::stream::{copy_row, fence};
 use crate::convert::{load, store};
 use crate::dims::{
-    CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_rows, check_scale,
+    CACHE, Dims, KEYS, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_keys, check_rows,
+    check_scale,
 };
 use crate::error::{Error, Result};
 use crate::threads;
@@ -59,9 +60,10 @@ pub fn append_kv(
     }
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         check_cached(name, cache)?;
-        check_rows(name, cache)?;
         check_distinct(name, cache)?;
     }
+    check_keys("k_cache", k_cache)?;
+    check_rows("v_cache", v_cache)?;
     for (name, scale, cache) in [("k_scale", scales.k, k_cache), ("v_scale", scales.v, v_cache)] {
         let Some(scale) = scale else { continue };
         check_scale(name, &scale, cache)?;
@@ -136,9 +138,9 @@ fn come_once(slot_mapping: &[i64], num_slots: usize) -> bool {
 }
 
 /// What is written, and where to.
-struct Rows<'a> {
-    src: &'a View<3>,
-    cache: &'a View<4>,
+pub(super) struct Rows<'a> {
+    pub(super) src: &'a View<3>,
+    pub(super) cache: &'a View<4>,
     scale: Option<&'a View<1>>,
 }
 
@@ -147,12 +149,19 @@ fn append(caches: &[Rows<'_>], slot_mapping: &[i64], threads: usize) {
     let num_jobs = if threads > 1 { num_tokens.div_ceil(TOKENS_PER_JOB) } else { num_tokens.min(1) };
     let per_job = num_tokens.div_ceil(num_jobs.max(1));
     threads::for_each(threads, caches.len() * num_tokens * num_heads * head_dim, num_jobs, |job| {
+        let mut room = Vec::new();
         let mut token = job * per_job;
         let end = num_tokens.min(token + per_job);
         while token < end {
             let len = run_len(&slot_mapping[token..end], caches[0].cache.shape()[2]);
             if let Ok(slot) = usize::try_from(slot_mapping[token]) {
-                caches.iter().for_each(|rows| rows.write_run(token, slot, len));
+                for rows in caches {
+                    if rows.cache.is_packed() {
+                        rows.pack_run(token, slot, len, &mut room);
+                    } else {
+                        rows.write_run(token, slot, len);
+                    }
+                }
             }
             token += len;
         }
@@ -203,7 +212,7 @@ impl Rows<'_> {
     /// # Safety
     ///
     /// It can be read, the other written, and they do not overlap.
-    unsafe fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
+    pub(super) unsafe fn convert(&self, from: *const std::ffi::c_void, to: *mut std::ffi::c_void, head: usize) {
         const PIECE: usize = 128;
         let head_dim = self.src.shape()[2];
         let sizes = [self.src.dtype(), self.cache.dtype()].map(crate::view::DType::size_bytes);

@@ -1,11 +1,14 @@
 //! Collects the keys and values of whole sequences into contiguous arrays.
 
+use std::ffi::c_void;
+
 use crate::attention::{BlockTable, check_seq_lens};
 use crate::convert::{load, store};
-use crate::dims::{CACHE, Dims, VALUES_OUT, check_apart, check_computed, check_distinct, check_rows};
+use crate::dims::{CACHE, Dims, VALUES_OUT, check_apart, check_computed, check_distinct, check_keys, check_rows};
 use crate::error::Result;
+use crate::packed_keys::{GROUP_TOKENS, PackedKeys};
 use crate::threads;
-use crate::view::View;
+use crate::view::{DType, View};
 
 /// Copies the first `seq_lens[s]` tokens of each sequence, one sequence after another, into `k_out` and `v_out`.
 ///
@@ -40,10 +43,11 @@ pub fn gather_kv(
     dims.bind("v_out", v_out, VALUES_OUT)?;
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
         check_computed(name, cache)?;
-        check_rows(name, cache)?;
         check_apart(("k_out", k_out), (name, cache))?;
         check_apart(("v_out", v_out), (name, cache))?;
     }
+    check_keys("k_cache", k_cache)?;
+    check_rows("v_cache", v_cache)?;
     for (name, out) in [("k_out", k_out), ("v_out", v_out)] {
         check_computed(name, out)?;
         check_rows(name, out)?;
@@ -101,24 +105,53 @@ fn gather_one(cache: &View<4>, out: &View<3>, pieces: &[Piece], threads: usize) 
     let [num_tokens, num_heads, head_dim] = out.shape();
     let work = num_tokens * num_heads * head_dim;
     threads::for_each(threads, work, pieces.len(), |index| {
-        let Piece { block, token, len } = pieces[index];
         let mut row = vec![0_f32; head_dim];
         for head in 0..num_heads {
+            if cache.is_packed() {
+                gather_packed(cache, out, head, &pieces[index], &mut row);
+                continue;
+            }
+            let Piece { block, token, len } = pieces[index];
             for offset in 0..len {
                 let from = cache.at([block as usize, head, offset, 0]);
-                let to = out.at([token + offset, head, 0]);
-                // SAFETY: both rows lie inside their views (blocks were checked), which do not overlap; no other piece
-                // has these output tokens.
-                unsafe {
-                    if cache.dtype() == out.dtype() {
-                        let bytes = head_dim * out.dtype().size_bytes();
-                        to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes);
-                    } else {
-                        load(cache.dtype(), from, &mut row);
-                        store(out.dtype(), &row, to);
-                    }
-                }
+                // SAFETY: the row lies inside its view (blocks were checked); no other piece has these output tokens.
+                unsafe { write_row(cache.dtype(), from, out, [token + offset, head], &mut row) };
             }
         }
     });
+}
+
+fn gather_packed(cache: &View<4>, out: &View<3>, head: usize, piece: &Piece, row: &mut [f32]) {
+    let keys = PackedKeys::new(cache.dtype(), row.len());
+    let words = keys.row_bytes() / 4;
+    let mut rows = vec![0_u32; GROUP_TOKENS * words];
+    let block = cache.at([piece.block as usize, head, 0, 0]).cast::<u8>();
+    for offset in (0..piece.len).step_by(GROUP_TOKENS) {
+        let count = PackedKeys::run_len(offset, piece.len - offset);
+        // SAFETY: the tokens are in one group of a block, which was checked; the buffer holds a group.
+        unsafe { keys.unpack(block.wrapping_add(keys.offset(offset)), count, rows.as_mut_ptr().cast()) };
+        for (i, packed) in rows.chunks_exact(words).take(count).enumerate() {
+            // SAFETY: as for rows that are not packed.
+            unsafe { write_row(cache.dtype(), packed.as_ptr().cast(), out, [piece.token + offset + i, head], row) };
+        }
+    }
+}
+
+/// Writes a row of the output; `wide` is room for one.
+///
+/// # Safety
+///
+/// The row can be read and shares no memory with the output.
+unsafe fn write_row(dtype: DType, from: *const c_void, out: &View<3>, [token, head]: [usize; 2], wide: &mut [f32]) {
+    let to = out.at([token, head, 0]);
+    // SAFETY: the caller's promise, and the row of the output lies inside it.
+    unsafe {
+        if dtype == out.dtype() {
+            let bytes = wide.len() * dtype.size_bytes();
+            to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes);
+        } else {
+            load(dtype, from, wide);
+            store(out.dtype(), wide, to);
+        }
+    }
 }

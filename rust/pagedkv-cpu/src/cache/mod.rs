@@ -1,6 +1,7 @@
 //! Operations that move keys and values without computing with them.
 
 mod append;
+mod append_packed;
 mod copy;
 mod gather;
 mod move_kv;

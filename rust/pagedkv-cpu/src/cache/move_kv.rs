@@ -1,7 +1,8 @@
 //! Moves single tokens over all layers, as the accepted path of a draft tree asks for.
 
-use crate::dims::{check_distinct, check_rows};
+use crate::dims::{check_distinct, check_keys};
 use crate::error::{Error, Result};
+use crate::packed_keys::PackedKeys;
 use crate::threads;
 use crate::view::View;
 
@@ -12,34 +13,50 @@ use crate::view::View;
 ///
 /// # Errors
 ///
-/// Slots outside the pool, a destination that comes twice, rows that are not contiguous, and a pool whose elements
+/// Slots outside the pool, a destination that comes twice, rows that are neither contiguous nor packed, and a pool whose elements
 /// overlap; nothing is written then.
 ///
 /// # Complexity
 ///
 /// The bytes of a token in all layers per move, copied twice, and O(k log k) to check k moves.
 pub fn move_kv(pool: &View<6>, moves: &[[i64; 3]], group: i64, threads: usize) -> Result<()> {
-    check_rows("pool", pool)?;
+    check_keys("pool", pool)?;
     check_distinct("pool", pool)?;
     let [num_blocks, num_layers, num_sides, num_heads, block_size, head_dim] = pool.shape();
     let moves = check_moves(moves, group, num_blocks * block_size)?;
     let row_bytes = head_dim * pool.dtype().size_bytes();
+    let keys = PackedKeys::new(pool.dtype(), head_dim);
     let num_lanes = num_layers * num_sides * num_heads;
     // A job takes the rows of one head, of all moves: they touch no other job's, and fit a cache.
     threads::for_each(threads, num_lanes * moves.len() * row_bytes / 4, num_lanes, |lane| {
         let (rest, head) = (lane / num_heads, lane % num_heads);
+        let is_packed = pool.is_packed() && rest % num_sides == 0;
         let row = |slot: usize| {
-            let index = [slot / block_size, rest / num_sides, rest % num_sides, head, slot % block_size, 0];
-            pool.at(index).cast::<u8>()
+            let offset = slot % block_size;
+            let at =
+                |token| pool.at([slot / block_size, rest / num_sides, rest % num_sides, head, token, 0]).cast::<u8>();
+            if is_packed { at(0).wrapping_add(keys.offset(offset)) } else { at(offset) }
         };
         let mut rows = vec![0_u8; moves.len() * row_bytes];
         for (buffer, &[source, _]) in rows.chunks_exact_mut(row_bytes.max(1)).zip(&moves) {
-            // SAFETY: slots were checked, and rows are contiguous; nobody writes this head's rows meanwhile.
-            unsafe { buffer.as_mut_ptr().copy_from_nonoverlapping(row(source), row_bytes) };
+            // SAFETY: slots were checked, and rows are contiguous or packed; nobody writes this head's meanwhile.
+            unsafe {
+                if is_packed {
+                    keys.unpack(row(source), 1, buffer.as_mut_ptr());
+                } else {
+                    buffer.as_mut_ptr().copy_from_nonoverlapping(row(source), row_bytes);
+                }
+            }
         }
         for (buffer, &[_, destination]) in rows.chunks_exact(row_bytes.max(1)).zip(&moves) {
             // SAFETY: as above; each destination comes once.
-            unsafe { row(destination).copy_from_nonoverlapping(buffer.as_ptr(), row_bytes) };
+            unsafe {
+                if is_packed {
+                    keys.pack(buffer.as_ptr(), 1, row(destination));
+                } else {
+                    row(destination).copy_from_nonoverlapping(buffer.as_ptr(), row_bytes);
+                }
+            }
         }
     });
     Ok(())

@@ -15,8 +15,8 @@ use crate::view::View;
 ///
 /// # Errors
 ///
-/// Pools of different element types or block shapes, pools that share memory, a destination whose elements overlap, blocks
-/// outside the pools, and a destination block that comes twice; nothing is written then.
+/// Pools of different element types or block shapes, packed keys in one of the two, pools that share memory, a destination
+/// whose elements overlap, blocks outside the pools, and a destination block that comes twice; nothing is written then.
 ///
 /// # Complexity
 ///
@@ -33,6 +33,11 @@ pub fn swap_blocks<const N: usize>(
         let block: Vec<String> = from[1..].iter().map(ToString::to_string).collect();
         let expected = format!("(num_blocks, {})", block.join(", "));
         return Err(Error::Shape { argument: "destination", expected, found: shape_text(&to) });
+    }
+    if source.is_packed() != destination.is_packed() {
+        let layout = |view: &View<N>| if view.is_packed() { "packed keys" } else { "keys in the natural layout" };
+        let (expected, found) = (format!("{}, as source has", layout(source)), layout(destination).to_owned());
+        return Err(Error::Value { argument: "destination", expected, found });
     }
     check_distinct("destination", destination)?;
     check_apart(("destination", destination), ("source", source))?;

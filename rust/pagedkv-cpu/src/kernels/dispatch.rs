@@ -5,6 +5,7 @@ use super::amx;
 use super::panels::{self, KeyCells, PackFn, Panel, ValueCells};
 use super::product::{self, Cells, Product, ProductFn};
 use super::score::{self, KeyForm};
+use super::score_packed::{self, PackedForm};
 use super::soften::{self, Scores, WeightForm};
 use super::weigh::{self, ValueForm};
 use super::{ScoreFn, SoftenFn, Strip, WeighFn};
@@ -24,6 +25,9 @@ pub(crate) struct KeyKernels {
     pub(crate) is_paired: bool,
     /// What products must be multiplied by.
     pub(crate) scale: f32,
+    /// Cells of a query that lie together, before those of the next row: a vector, or one where keys are packed.
+    pub(crate) query_cells: usize,
+    is_packed: bool,
     dtype: DType,
 }
 
@@ -63,12 +67,12 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Chooses by instruction set, number of rows and element types.
+    /// Chooses by instruction set, number of rows and element types, and by whether keys are packed.
     ///
     /// # Panics
     ///
     /// If this processor lacks the instructions, or the cache is of no floating type.
-    pub(crate) fn new(isa: Isa, rows: Rows, [q, k, v]: [DType; 3]) -> Self {
+    pub(crate) fn new(isa: Isa, rows: Rows, [q, k, v]: [DType; 3], is_packed: bool) -> Self {
         assert!(isa.is_available(), "broken law: kernels for {} on a processor without it", isa.name());
         let of = |lanes: usize, keys: KeyKernels, values: ValueKernels| Self {
             lanes,
@@ -82,21 +86,21 @@ impl Kernels {
             Isa::Amx if rows == Rows::Many && [q, k, v] == [DType::BF16; 3] => Self {
                 block_rows: amx::BLOCK_ROWS,
                 block_tokens: amx::TOKENS,
-                keys: KeyKernels { product: amx::multiply, ..paired::keys() },
+                keys: KeyKernels { product: amx::multiply, ..paired::keys(is_packed) },
                 values: ValueKernels { product: amx::multiply, ..paired::values() },
                 lanes: Avx512::LANES,
             },
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => of(
                 Avx512::LANES,
-                if [q, k] == [DType::BF16; 2] { paired::keys() } else { avx512::keys(k) },
+                if [q, k] == [DType::BF16; 2] { paired::keys(is_packed) } else { avx512::keys(k, is_packed) },
                 if [q, v] == [DType::BF16; 2] { paired::values() } else { avx512::values(v) },
             ),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Amx => of(Avx512::LANES, avx512::keys(k), avx512::values(v)),
+            Isa::Avx512 | Isa::Amx => of(Avx512::LANES, avx512::keys(k, is_packed), avx512::values(v)),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => of(Avx2::LANES, avx2::keys(k), avx2::values(v)),
-            _ => of(Portable::LANES, portable::keys(k), portable::values(v)),
+            Isa::Avx2 => of(Avx2::LANES, avx2::keys(k, is_packed), avx2::values(v)),
+            _ => of(Portable::LANES, portable::keys(k, is_packed), portable::values(v)),
         }
     }
 }
@@ -104,7 +108,7 @@ impl Kernels {
 impl KeyKernels {
     /// The element of a row of keys that belongs to each cell of a packed query; `head_dim` or more where there is none.
     pub(crate) fn order(&self, head_dim: usize, lanes: usize) -> Vec<usize> {
-        let dtype = if self.is_paired { DType::F32 } else { self.dtype };
+        let dtype = if self.is_paired || self.is_packed { DType::F32 } else { self.dtype };
         order(dtype, self.dtype, head_dim, lanes)
     }
 }
@@ -140,6 +144,18 @@ macro_rules! kernels {
             }
 
             $(#[$attribute])*
+            unsafe fn score_packed<F: PackedForm<$vector>>(q: *const u8, rows: usize, strip: &Strip, scores: *mut f32) {
+                // SAFETY: the caller's promise.
+                unsafe { score_packed::score::<$vector, F>(q, rows, strip, scores) }
+            }
+
+            $(#[$attribute])*
+            unsafe fn pack_packed<F: PackedForm<$vector>>(panel: &Panel) {
+                // SAFETY: the caller's promise.
+                unsafe { score_packed::pack_keys::<$vector, F>(panel) }
+            }
+
+            $(#[$attribute])*
             unsafe fn soften<W: WeightForm<$vector>>(group: &Scores<'_>) {
                 // SAFETY: the caller's promise.
                 unsafe { soften::soften::<$vector, W>(group) }
@@ -171,10 +187,18 @@ macro_rules! kernels {
                 unsafe { product::multiply::<$vector, C>(product) }
             }
 
-            pub(super) fn keys_of<K: KeyForm<$vector> + KeyCells<$vector>, C: Cells<$vector>>(
-                dtype: DType, is_paired: bool, scale: f32,
-            ) -> KeyKernels {
-                KeyKernels { score: score::<K>, pack: pack_keys::<K>, product: multiply::<C>, is_paired, scale, dtype }
+            pub(super) fn keys_of<K, C>(dtype: DType, is_paired: bool, scale: f32, is_packed: bool) -> KeyKernels
+            where
+                K: KeyForm<$vector> + KeyCells<$vector> + PackedForm<$vector>,
+                C: Cells<$vector>,
+            {
+                let (score, pack, query_cells) = if is_packed {
+                    (score_packed::<K> as ScoreFn, pack_packed::<K> as PackFn, 1)
+                } else {
+                    (score::<K> as ScoreFn, pack_keys::<K> as PackFn, <$vector>::LANES)
+                };
+                let product = multiply::<C>;
+                KeyKernels { score, pack, product, is_paired, scale, query_cells, is_packed, dtype }
             }
 
             pub(super) fn values_of<F, W, C>(dtype: DType, is_paired: bool, scale: f32) -> ValueKernels
@@ -193,21 +217,21 @@ macro_rules! kernels {
 /// The functions that choose by element type.
 macro_rules! by_dtype {
     () => {
-        fn widened_keys<E: Element>() -> KeyKernels {
-            keys_of::<score::Widened<E>, product::Floats>(E::DTYPE, false, E::SCALE)
+        fn widened_keys<E: Element>(is_packed: bool) -> KeyKernels {
+            keys_of::<score::Widened<E>, product::Floats>(E::DTYPE, false, E::SCALE, is_packed)
         }
 
         fn widened_values<E: Element>() -> ValueKernels {
             values_of::<weigh::Widened<E>, soften::Float, product::Floats>(E::DTYPE, false, E::SCALE)
         }
 
-        pub(super) fn keys(dtype: DType) -> KeyKernels {
+        pub(super) fn keys(dtype: DType, is_packed: bool) -> KeyKernels {
             match dtype {
-                DType::F32 => widened_keys::<F32>(),
-                DType::F16 => widened_keys::<F16>(),
-                DType::BF16 => widened_keys::<BF16>(),
-                DType::F8E4M3 => widened_keys::<F8E4M3>(),
-                DType::F8E5M2 => widened_keys::<F8E5M2>(),
+                DType::F32 => widened_keys::<F32>(is_packed),
+                DType::F16 => widened_keys::<F16>(is_packed),
+                DType::BF16 => widened_keys::<BF16>(is_packed),
+                DType::F8E4M3 => widened_keys::<F8E4M3>(is_packed),
+                DType::F8E5M2 => widened_keys::<F8E5M2>(is_packed),
                 other => panic!("broken law: keys of {}", other.name()),
             }
         }
@@ -255,8 +279,8 @@ kernels!(
 mod paired {
     use super::{DType, KeyKernels, ValueKernels, avx512_bf16, product, score, soften, weigh};
 
-    pub(super) fn keys() -> KeyKernels {
-        avx512_bf16::keys_of::<score::Pairs, product::Pairs>(DType::BF16, true, 1.0)
+    pub(super) fn keys(is_packed: bool) -> KeyKernels {
+        avx512_bf16::keys_of::<score::Pairs, product::Pairs>(DType::BF16, true, 1.0, is_packed)
     }
 
     pub(super) fn values() -> ValueKernels {

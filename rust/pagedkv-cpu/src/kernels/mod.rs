@@ -18,6 +18,7 @@ mod dispatch;
 mod panels;
 mod product;
 mod score;
+mod score_packed;
 mod soften;
 mod weigh;
 
@@ -36,8 +37,8 @@ pub(crate) const GROUP_ROWS: usize = 4;
 
 /// One KV head's keys or values of a strip of tokens.
 pub(crate) struct Strip {
-    /// Where each token's row lies under the first KV head, [`STRIP_TOKENS`] addresses, the last token's repeated where
-    /// there are fewer.
+    /// Where each token's row, or its first cell in packed keys, lies under the first KV head: [`STRIP_TOKENS`] addresses,
+    /// the last token's repeated where there are fewer.
     pub(crate) rows: *const *const u8,
     /// The same for the tokens that will be read next.
     pub(crate) next: *const *const u8,

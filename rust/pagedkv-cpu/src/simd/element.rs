@@ -1,6 +1,7 @@
 //! Element types of the cache, as units that widen to vectors.
 
 use super::Vector;
+use crate::packed_keys::{GROUP_TOKENS, cell_elements};
 use crate::view::DType;
 
 /// How elements of one type are read.
@@ -27,6 +28,18 @@ pub(crate) const fn position(dtype: DType, lanes: usize, part: usize, lane: usiz
         DType::F8E4M3 | DType::F8E5M2 => 2 * ((part & 1) * lanes + lane) + (part >> 1),
         _ => part * lanes + lane,
     }
+}
+
+/// Of a line of packed keys, the unit and the part of it that hold element `element` of the line, of the tokens of vector
+/// `vector`. A line is four bytes of each of sixteen tokens: one unit of sixteen lanes, or two of eight.
+pub(crate) const fn packed_source(dtype: DType, lanes: usize, element: usize, vector: usize) -> (usize, usize) {
+    let (size, x) = (dtype.size_bytes(), cell_elements(dtype));
+    let byte = ((element / x * GROUP_TOKENS + vector * lanes) * x + element % x) * size;
+    let mut part = 0;
+    while position(dtype, lanes, part, 0) * size != byte % (4 * lanes) {
+        part += 1;
+    }
+    (byte / (4 * lanes), part)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -92,3 +105,22 @@ macro_rules! four_parts {
 
 four_parts!(F8E4M3, DType::F8E4M3, widen_e4m3, 256.0);
 four_parts!(F8E5M2, DType::F8E5M2, widen_e5m2, 1.0);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_vector_of_a_line_is_a_part_of_a_unit() {
+        let line = |dtype: DType, lanes: usize| -> Vec<(usize, usize)> {
+            let elements = 0..4 / dtype.size_bytes();
+            let vectors = 0..GROUP_TOKENS / lanes;
+            elements.flat_map(|e| vectors.clone().map(move |v| packed_source(dtype, lanes, e, v))).collect()
+        };
+        assert_eq!(line(DType::F8E4M3, 16), [(0, 0), (0, 2), (0, 1), (0, 3)]);
+        assert_eq!(line(DType::BF16, 16), [(0, 0), (0, 1)]);
+        assert_eq!(line(DType::F16, 8), [(0, 0), (0, 1), (1, 0), (1, 1)]);
+        assert_eq!(line(DType::BF16, 8), [(0, 0), (1, 0), (0, 1), (1, 1)]);
+        assert_eq!(line(DType::F32, 8), [(0, 0), (1, 0)]);
+    }
+}

@@ -30,7 +30,7 @@ mod element;
 pub(crate) mod math;
 mod portable;
 
-pub(crate) use element::{BF16, Element, F8E4M3, F8E5M2, F16, F32, position};
+pub(crate) use element::{BF16, Element, F8E4M3, F8E5M2, F16, F32, packed_source, position};
 pub(crate) use portable::Portable;
 
 /// A register of float32 lanes.

@@ -15,6 +15,9 @@ use super::dtype::to_dlpack;
 impl Tensor {
     /// A capsule over the same memory, of the kind that the request asks for.
     pub(super) fn capsule<'py>(&self, py: Python<'py>, request: ExportRequest<'py>) -> PyResult<Py<PyAny>> {
+        if self.is_packed_in_part() {
+            return Err(self.refuse_packed("export by DLPack"));
+        }
         if self.readonly && request.abi() == ExportAbi::Legacy {
             return Err(PyBufferError::new_err(
                 "read-only memory leaves only in a versioned capsule: ask with max_version=(1, 0) or later",

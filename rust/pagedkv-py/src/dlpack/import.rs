@@ -11,6 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::dtype::{describe, from_dlpack, reads_as};
+use super::packed::Packing;
 use super::{Address, Sizes, Tensor, is_host};
 use crate::errors::invalid;
 
@@ -98,6 +99,7 @@ fn describe_memory(argument: &str, imported: ImportedDlpack, dtype: Option<DType
         strides,
         device,
         readonly: imported.flags().contains(DlpackFlags::READ_ONLY),
+        packing: Packing::Nothing,
         owner: Arc::new(imported),
     })
 }

@@ -6,6 +6,7 @@
 mod dtype;
 mod export;
 mod import;
+mod packed;
 mod reinterpret;
 
 pub(crate) use import::{import, parse_dtype};
@@ -23,6 +24,7 @@ use pyo3::types::PyTuple;
 use smallvec::SmallVec;
 
 use crate::errors::invalid;
+use packed::Packing;
 
 type Sizes = SmallVec<[i64; 6]>;
 
@@ -49,6 +51,7 @@ pub(crate) struct Tensor {
     strides: Sizes,
     device: DLDevice,
     readonly: bool,
+    packing: Packing,
 }
 
 impl Tensor {
@@ -69,7 +72,8 @@ impl Tensor {
         let shape: [i64; N] = shape;
         // SAFETY: the producer vouches for shape and strides (sizes were checked to be 0 or more), `import` checked the
         // alignment, and `owner` keeps the memory while callers hold the tensor.
-        Ok(unsafe { View::new(self.data.0, self.dtype, shape.map(|n| n as usize), strides) })
+        let view = unsafe { View::new(self.data.0, self.dtype, shape.map(|n| n as usize), strides) };
+        Ok(if self.is_packed_in_part() { view.packed() } else { view })
     }
 
     /// The view of an output; read-only memory is refused.
@@ -123,6 +127,17 @@ impl Tensor {
         self.readonly
     }
 
+    /// Whether keys in it are packed: operations of the cache take it, and no other library does.
+    #[getter]
+    fn is_packed(&self) -> bool {
+        self.is_packed_in_part()
+    }
+
+    /// The same memory as a pool, `(..., 2, num_kv_heads, block_size, head_dim)`, whose keys are packed.
+    fn packed(&self) -> PyResult<Self> {
+        self.as_packed()
+    }
+
     /// The part at `index` of dimension `axis`, without that dimension; it shares the memory.
     fn select(
         &self,
@@ -138,6 +153,7 @@ impl Tensor {
             return Err(PyIndexError::new_err(message));
         }
         let mut part = self.clone();
+        part.packing = self.packing_of_part(axis, index)?;
         part.shape.remove(axis);
         let offset = index * part.strides.remove(axis);
         let bytes = offset as isize * self.dtype.size_bytes() as isize;
@@ -190,9 +206,16 @@ impl Tensor {
     }
 
     fn __repr__(&self) -> String {
+        self.description()
+    }
+}
+
+impl Tensor {
+    fn description(&self) -> String {
         let (shape, dtype) = (shape_text(&self.shape), self.dtype.name());
         let readonly = if self.readonly { ", readonly" } else { "" };
-        format!("Tensor(shape={shape}, dtype={dtype}, device={}{readonly})", device_name(self.device))
+        let packed = if self.is_packed_in_part() { ", packed keys" } else { "" };
+        format!("Tensor(shape={shape}, dtype={dtype}, device={}{readonly}{packed})", device_name(self.device))
     }
 }
 

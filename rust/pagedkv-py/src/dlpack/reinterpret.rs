@@ -14,6 +14,9 @@ impl Tensor {
             let found = shape_text(&self.shape);
             return Err(PyIndexError::new_err(format!("axis: {axis} is not in shape {found}")));
         }
+        if self.is_packed_in_part() {
+            return Err(self.refuse_packed("reinterpret"));
+        }
         let (from, to) = (self.dtype.size_bytes() as i64, dtype.size_bytes() as i64);
         self.check_span(axis, argument)?;
         self.check_bytes(axis, &sizes, dtype, argument)?;
