@@ -56,6 +56,7 @@ pub struct Operands {
     /// A further score of each query head, `(num_q_heads,)`, that takes a share of the weights and has no value.
     pub sinks: Option<View<1>>,
     /// The slope of each query head, `(num_q_heads,)`: `slope * (key position - query position)` is added to the score.
+    /// A token of a draft tree stands as far behind the context as it sees other tokens of the tree.
     pub alibi_slopes: Option<View<1>>,
     /// What stored FP8 keys must be multiplied by, float32 `(1,)` or `(num_kv_heads,)`; 1 by default.
     pub k_scale: Option<View<1>>,
@@ -114,7 +115,6 @@ pub fn paged_attention(
     let isa = check::check_isa(options)?;
     let cut = check::check_operands(operands, options, threads)?;
     let plan = Plan::new(batch, &cut)?;
-    check::check_trees(operands, batch)?;
     attend(operands, options, &plan, isa, threads);
     Ok(())
 }

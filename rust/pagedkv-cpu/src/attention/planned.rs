@@ -123,10 +123,6 @@ impl AttentionPlan {
             let expected = format!("({num_tokens}, {q_heads}, {}), as the plan says", cut.head_dim);
             return Err(refusal("q", expected, &operands.q.shape()));
         }
-        if operands.alibi_slopes.is_some() && self.plan.sequences.iter().any(|sequence| !sequence.mask.is_empty()) {
-            let (expected, found) = ("none beside a tree_mask".to_owned(), "both".to_owned());
-            return Err(Error::Value { argument: "alibi_slopes", expected, found });
-        }
         Ok(())
     }
 }
