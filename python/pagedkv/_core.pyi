@@ -870,6 +870,8 @@ def gather_kv(
     v_out: Any,
     rows: Any = None,
     *,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_threads: int | None = None,
 ) -> None: ...
 def num_gathered_tokens(k_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None) -> int: ...

@@ -1,21 +1,26 @@
 //! Collects the keys and values of whole sequences into contiguous arrays.
 
+use super::append::{Scales, read_scale};
 use crate::attention::{BlockTable, check_seq_lens};
 use crate::convert::{load, store};
-use crate::dims::{CACHE, Dims, VALUES_OUT, check_apart, check_computed, check_distinct, check_rows};
-use crate::error::Result;
+use crate::dims::{
+    CACHE, Dims, VALUES_OUT, check_apart, check_cached, check_computed, check_distinct, check_dtype, check_rows,
+    check_scale,
+};
+use crate::error::{Error, Result};
 use crate::threads;
 use crate::view::View;
 
 /// Copies the first `seq_lens[s]` tokens of each sequence, one sequence after another, into `k_out` and `v_out`.
 ///
 /// Sequence `s` is row `rows[s]` of `block_table`, or row `s` without `rows`. Outputs may be of another element type
-/// than the caches.
+/// than the caches: FP8 becomes numbers, multiplied by the scale. An output of FP8 is a copy of what is stored.
 ///
 /// # Errors
 ///
-/// Shapes that disagree, element types that are not computed with, rows that are not contiguous, outputs that overlap
-/// themselves or a cache, lengths beyond the table and block ids outside the cache; nothing is written then.
+/// Shapes that disagree, element types that are not computed with, an output of FP8 whose cache is not of that type, rows
+/// that are not contiguous, outputs that overlap themselves or an input, scales beside a cache that is not FP8 or an
+/// output that is, lengths beyond the table and block ids outside the cache; nothing is written then.
 ///
 /// # Complexity
 ///
@@ -29,6 +34,7 @@ pub fn gather_kv(
     seq_lens: &[i32],
     k_out: &View<3>,
     v_out: &View<3>,
+    scales: &Scales,
     threads: usize,
 ) -> Result<()> {
     let seq_lens = check_seq_lens(seq_lens)?;
@@ -39,20 +45,45 @@ pub fn gather_kv(
     dims.bind("k_out", k_out, VALUES_OUT)?;
     dims.bind("v_out", v_out, VALUES_OUT)?;
     for (name, cache) in [("k_cache", k_cache), ("v_cache", v_cache)] {
-        check_computed(name, cache)?;
+        check_cached(name, cache)?;
         check_rows(name, cache)?;
         check_apart(("k_out", k_out), (name, cache))?;
         check_apart(("v_out", v_out), (name, cache))?;
     }
-    for (name, out) in [("k_out", k_out), ("v_out", v_out)] {
-        check_computed(name, out)?;
-        check_rows(name, out)?;
-        check_distinct(name, out)?;
+    for (name, out, cache) in [("k_out", k_out, k_cache), ("v_out", v_out, v_cache)] {
+        check_output(name, out, cache)?;
+    }
+    for (name, scale, cache, out) in [("k_scale", scales.k, k_cache, k_out), ("v_scale", scales.v, v_cache, v_out)] {
+        let Some(scale) = scale else { continue };
+        check_scale(name, &scale, cache)?;
+        check_numbers(name, out)?;
+        check_apart(("k_out", k_out), (name, &scale))?;
+        check_apart(("v_out", v_out), (name, &scale))?;
     }
     let pieces = pieces(k_cache, block_table, rows, &seq_lens)?;
-    gather_one(k_cache, k_out, &pieces, threads);
-    gather_one(v_cache, v_out, &pieces, threads);
+    gather_one(k_cache, k_out, scales.k.as_ref(), &pieces, threads);
+    gather_one(v_cache, v_out, scales.v.as_ref(), &pieces, threads);
     Ok(())
+}
+
+/// An output may be of a type that is computed with, or take what is stored as it is.
+fn check_output(name: &'static str, out: &View<3>, cache: &View<4>) -> Result<()> {
+    if out.dtype().is_fp8() {
+        check_dtype(name, out, cache.dtype())?;
+    } else {
+        check_computed(name, out)?;
+    }
+    check_rows(name, out)?;
+    check_distinct(name, out)
+}
+
+/// Refuses a scale beside an output of FP8, which takes bytes and no numbers.
+fn check_numbers(argument: &'static str, out: &View<3>) -> Result<()> {
+    if !out.dtype().is_fp8() {
+        return Ok(());
+    }
+    let expected = "none beside an output of FP8, which is a copy".to_owned();
+    Err(Error::Value { argument, expected, found: format!("an output of {}", out.dtype().name()) })
 }
 
 /// Tokens that [`gather_kv`] would collect, so that outputs are made only for lengths and blocks that are there.
@@ -97,13 +128,14 @@ struct Piece {
     len: usize,
 }
 
-fn gather_one(cache: &View<4>, out: &View<3>, pieces: &[Piece], threads: usize) {
+fn gather_one(cache: &View<4>, out: &View<3>, scale: Option<&View<1>>, pieces: &[Piece], threads: usize) {
     let [num_tokens, num_heads, head_dim] = out.shape();
     let work = num_tokens * num_heads * head_dim;
     threads::for_each(threads, work, pieces.len(), |index| {
         let Piece { block, token, len } = pieces[index];
         let mut row = vec![0_f32; head_dim];
         for head in 0..num_heads {
+            let factor = scale.map_or(1.0, |scale| read_scale(scale, head));
             for offset in 0..len {
                 let from = cache.at([block as usize, head, offset, 0]);
                 let to = out.at([token + offset, head, 0]);
@@ -115,6 +147,7 @@ fn gather_one(cache: &View<4>, out: &View<3>, pieces: &[Piece], threads: usize) 
                         to.cast::<u8>().copy_from_nonoverlapping(from.cast::<u8>(), bytes);
                     } else {
                         load(cache.dtype(), from, &mut row);
+                        row.iter_mut().for_each(|x| *x *= factor);
                         store(out.dtype(), &row, to);
                     }
                 }
