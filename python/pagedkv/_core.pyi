@@ -932,7 +932,6 @@ class AttentionPlan:
         k_cache: Any,
         v_cache: Any,
         out: Any,
-        *,
         lse: Any = None,
         softmax_scale: float | None = None,
         soft_cap: float | None = None,

@@ -12,6 +12,7 @@ use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
 use super::plan::Sequence;
+use super::rows;
 use super::tokens::{TokenRows, Visibility, head_offset, is_finite, visible_bits};
 use crate::kernels::{Group, Groups, STRIP_TOKENS, Scores, Strip};
 use crate::view::View;
@@ -56,7 +57,7 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         num_rows,
         padded_rows: Groups::padded(num_rows),
         num_groups: Groups::count(num_rows),
-        acc_len: call.few.value_order.len(),
+        acc_len: call.few.acc_len,
         lanes: call.few.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
@@ -98,10 +99,9 @@ impl Item<'_> {
             let q = &mut q[group.first * self.call.few.q_len..];
             for i in 0..group.rows.min(self.num_rows - group.first) {
                 self.call.pack_query(&self.call.few, self.tile(), [kv_head, group.first + i], row);
-                for (vector, cells) in row.chunks_exact(self.lanes).enumerate() {
-                    let at = (vector * group.rows + i) * self.lanes;
-                    q[at..at + self.lanes].copy_from_slice(cells);
-                }
+                let to = &mut q[i * self.lanes..];
+                // SAFETY: the kernels are those of this processor.
+                unsafe { rows::spread(self.call.few.isa, row, self.lanes, group.rows * self.lanes, to) };
             }
         }
     }

@@ -59,7 +59,7 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         work,
         num_rows,
         padded_rows: num_rows.next_multiple_of(call.many.kernels.block_rows),
-        acc_len: call.many.value_order.len(),
+        acc_len: call.many.acc_len,
         lanes: call.many.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {

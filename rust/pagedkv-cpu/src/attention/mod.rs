@@ -18,6 +18,7 @@ mod merge_states;
 mod packed;
 mod plan;
 mod planned;
+mod rows;
 mod tokens;
 
 pub use batch::{Batch, TreeMask};
@@ -122,7 +123,7 @@ pub fn paged_attention(
 /// Computes what was checked.
 fn attend(operands: &Operands, options: &AttentionOptions, plan: &Plan, isa: Isa, threads: usize) {
     let dtypes = [operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype()];
-    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes), plan.cut.head_dim));
+    let paths = [Rows::Few, Rows::Many].map(|rows| Path::new(isa, Kernels::new(isa, rows, dtypes), plan.cut.head_dim));
     WORKSPACE.with_borrow_mut(|workspace| {
         let rows = workspace.floats(plan.split.num_partial_rows * paths[0].row_len()).as_mut_ptr();
         run(&Call::new(operands, options, plan, paths, Workspace { rows }), threads);
