@@ -14,6 +14,8 @@ FUZZ_TARGETS ?= block_pool kv_cache_manager scheduler step_plan
 # Instrumentation needs unstable options: a nightly toolchain where there is one, else the stable one told to allow them.
 CARGO_NIGHTLY := $(if $(findstring nightly,$(shell rustup toolchain list 2>/dev/null)),cargo +nightly,RUSTC_BOOTSTRAP=1 cargo)
 
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+
 SOURCES := Cargo.toml Cargo.lock $(shell find rust cuda -type f)
 BENCHMARKS := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
 
@@ -84,8 +86,20 @@ soak: ## SOAK_COMMANDS random commands against the naive model, for SOAK_SECONDS
 tsan: ## the thread tests of the core under ThreadSanitizer, the standard library included
 	rustup component add rust-src --toolchain nightly
 	RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS=halt_on_error=1 CARGO_TARGET_DIR=target/tsan \
-	cargo +nightly test -Zbuild-std --target $(shell rustc -vV | sed -n 's/^host: //p') $(LOCKED) \
-		--package pagedkv-core --test threads
+	cargo +nightly test -Zbuild-std --target $(HOST) $(LOCKED) --package pagedkv-core --test threads
+
+# The arrays of these tests end where they must, and what holds nothing is not initialised.
+KERNEL_TESTS := $(LOCKED) --quiet --package pagedkv-cpu --lib --tests
+
+.PHONY: asan
+asan: ## the tests of the CPU's kernels under AddressSanitizer, with every instruction set that this processor has
+	RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/asan $(CARGO_NIGHTLY) test --target $(HOST) $(KERNEL_TESTS)
+
+.PHONY: valgrind
+valgrind: ## the same tests under valgrind, in plain Rust and AVX2: it knows no AVX-512 and no AMX
+	@command -v valgrind >/dev/null || { echo "valgrind: not found; on Debian: apt-get install valgrind" >&2; exit 1; }
+	@echo "valgrind knows no AVX-512 and no AMX: the kernels run in plain Rust and in AVX2"
+	cargo test --config 'target."cfg(all())".runner = "valgrind --quiet --error-exitcode=1"' $(KERNEL_TESTS)
 
 .PHONY: lint
 lint: develop ## formats, lints and types, nothing changed

@@ -10,7 +10,7 @@ from attention import peers, turns
 from attention.machine import Machine, available_bytes, page_bytes
 from attention.table import BFLOAT16_SETS, Line, Shape
 from attention.turns import Samples, Turn
-from attention.work import MAX_LAYERS, Append, Attention, Copy, Pool, go_around, layers_that_fit, make_pool
+from attention.work import MAX_LAYERS, Append, Attention, Calls, Copy, Pool, go_around, layers_that_fit, make_pool
 from lines import Report
 from pagedkv.exceptions import UnsupportedError
 
@@ -19,6 +19,7 @@ DEEP, FLAT = "deep", "flat"
 TORCH_SUM = "torch sum"
 COUNT = 3  # samples of a turn that takes milliseconds
 NUM_COPIES = 64  # blocks that `copy_blocks` copies at once
+NUM_CALLS = 1000  # of `run` in a sample that asks what one costs
 SLACK_BYTES = 3 << 29  # left for all else
 GIGA = 1e9
 # What the machine allows, and the field of a line that says it.
@@ -266,6 +267,25 @@ def layers(bench: Bench, line: Line) -> dict[str, Any]:
     )
 
 
+def overhead(bench: Bench, line: Line) -> dict[str, Any]:
+    """Microseconds of a call that has next to nothing to compute."""
+    shape = line.shape
+    work = Attention(shape, make_pool(shape, MAX_LAYERS))
+    work.check()
+    calls = Calls(work, NUM_CALLS)
+    samples, sizes = bench.samples([Turn(OURS, turns.stopwatch(calls), COUNT), *bench.machine.turns("read_2")])
+    return bench.report.add(
+        line.what,
+        "us",
+        [1e6 * second / NUM_CALLS for second in samples[OURS]],
+        better="lower",
+        **peer_of({}, None),
+        num_calls=NUM_CALLS,
+        **sizes,
+        **bench.describe(line, shape, work.pool),
+    )
+
+
 def attention(shape: Shape, num_layers: int, name: str = OURS) -> tuple[Pool, Turn]:
     """Return a pool, and the turn of attention over its layers, whose result was compared with torch's."""
     work = Attention(shape, make_pool(shape, num_layers))
@@ -290,6 +310,7 @@ MEASURES: dict[str, Measure] = {
     "append": append,
     "copy": copy,
     "layers": layers,
+    "overhead": overhead,
 }
 UNITS: dict[str, tuple[str, str]] = {
     "decode": ("GB/s", "higher"),
@@ -299,6 +320,7 @@ UNITS: dict[str, tuple[str, str]] = {
     "append": ("GB/s", "higher"),
     "copy": ("GB/s", "higher"),
     "layers": ("factor", "lower"),
+    "overhead": ("us", "lower"),
 }
 
 

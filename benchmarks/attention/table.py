@@ -11,7 +11,7 @@ MIN_KV_BYTES = 1 << 28
 BFLOAT16_SETS = ("avx512_bf16", "amx")  # instruction sets with products of bfloat16
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
-Kind = Literal["decode", "quantised", "packed", "prefill", "append", "copy", "layers"]
+Kind = Literal["decode", "quantised", "packed", "prefill", "append", "copy", "layers", "overhead"]
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,5 @@ LINES = (
     Line("append_kv_decode", "append", Shape(256, 256)),
     Line("copy_blocks", "copy", must=_must((0.80, 0.80))),
     Line("layer_of_32_against_1", "layers", must=_must(ours=1.03)),
+    Line("run_overhead", "overhead", Shape(1, 1), must=_must(ours=5.0)),
 )

@@ -8,6 +8,7 @@ import torch
 
 import pagedkv
 from attention.table import BLOCK_SIZE, Shape
+from pagedkv.kv_cache import from_dlpack
 
 MAX_LAYERS = 32
 # Random numbers that are laid out again and again to fill a pool; no multiple of a block, so that blocks differ.
@@ -103,14 +104,14 @@ class Attention:
         self.layers = [layer_of(layer) for layer in range(pool.num_layers)]
         seq_lens = torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32)
         query_start_loc = torch.arange(0, num_tokens + 1, shape.num_queries, dtype=torch.int32)
-        self._run = plan(shape, (pool.block_table, seq_lens, query_start_loc))
+        self.run = plan(shape, (pool.block_table, seq_lens, query_start_loc))
 
     @property
     def num_places(self) -> int:
         return len(self.layers)
 
     def __call__(self, number: int) -> None:
-        self._run(self.q, *self.layers[number % len(self.layers)], out=self.out)
+        self.run(self.q, *self.layers[number % len(self.layers)], out=self.out)
 
     def check(self) -> None:
         """Compare the first sequence with torch, on keys and values that torch itself looks up in the table."""
@@ -129,9 +130,28 @@ class Attention:
         table = self.pool.block_table[0].long()
         if self.pool.tokens is not None:
             slots = (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-            return self.pool.tokens[side, slots % len(self.pool.tokens[side])].float().transpose(0, 1)
-        blocks = self.layers[layer][side][table].float()
-        return blocks.transpose(0, 1).reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
+            tokens = self.pool.tokens[side, slots % len(self.pool.tokens[side])].float().transpose(0, 1)
+        else:
+            blocks = self.layers[layer][side][table].float()
+            tokens = blocks.transpose(0, 1).reshape(self.shape.num_kv_heads, -1, self.shape.head_dim)
+        return tokens[:, : self.shape.seq_len]
+
+
+class Calls:
+    """Many calls of attention on imported tensors, which cost least, one layer of a pool after the other."""
+
+    def __init__(self, work: Attention, num_calls: int) -> None:
+        cache = work.pool.cache
+        self.num_calls = num_calls
+        self._run = work.run
+        self._q, self._out = (from_dlpack(array) for array in (work.q, work.out))
+        self._layers = [cache.layer_tensors(layer) for layer in range(cache.num_layers)]
+
+    def __call__(self, number: int) -> None:
+        run, q, out, layers = self._run, self._q, self._out, self._layers
+        for call in range(self.num_calls):
+            k_cache, v_cache = layers[call % len(layers)]
+            run(q, k_cache, v_cache, out=out)
 
 
 def plan(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Callable[..., object]:

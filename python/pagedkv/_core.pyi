@@ -873,6 +873,8 @@ def gather_kv(
     v_out: Any,
     rows: Any = None,
     *,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_threads: int | None = None,
 ) -> None: ...
 def num_gathered_tokens(k_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None) -> int: ...
@@ -933,7 +935,6 @@ class AttentionPlan:
         k_cache: Any,
         v_cache: Any,
         out: Any,
-        *,
         lse: Any = None,
         softmax_scale: float | None = None,
         soft_cap: float | None = None,

@@ -6,6 +6,7 @@ from pagedkv import reference
 from pagedkv.kv_cache import gather_kv
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 SEQUENCES = [(0, 0), (1, 0), (16, 0), (15, 0), (0, 0), (17, 0), (100, 0)]
 
 
@@ -62,6 +63,60 @@ def test_gather_kv_takes_row_s_when_rows_are_not_given(make_batch):
 def test_gather_kv_returns_nothing_when_there_are_no_sequences(make_batch):
     k, v = gather_kv(*arrays(make_batch([])))
     assert k.shape == v.shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_scales", [None, 1, 2])
+def test_gather_kv_makes_numbers_of_fp8(make_batch, dtype, out_dtype, num_scales):
+    batch = make_batch(SEQUENCES, dtype=dtype, q_dtype=torch.float32, head_dim=24)
+    scales = {} if num_scales is None else {"k_scale": torch.rand(num_scales), "v_scale": torch.rand(num_scales)}
+    k, v = gather_kv(*arrays(batch), **scales, out=torch.empty(2, 149, 2, 24, dtype=out_dtype))
+    _, k_cache, v_cache, table, lens, _, rows = batch.oracle_arrays()
+    scales = {name: scale.double().numpy() for name, scale in scales.items()}
+    want_k, want_v = reference.gather_kv(k_cache, v_cache, table, lens, rows, **scales)
+    torch.testing.assert_close(k, torch.from_numpy(want_k).to(out_dtype))
+    torch.testing.assert_close(v, torch.from_numpy(want_v).to(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_gather_kv_copies_the_bytes_of_fp8_when_out_is_of_its_type(make_batch, dtype):
+    batch = make_batch(SEQUENCES, dtype=dtype, q_dtype=torch.float32)
+    k, v = gather_kv(*arrays(batch))
+    _, k_cache, v_cache, table, lens, _, rows = batch.oracle_arrays()
+    want_k, want_v = reference.gather_kv(k_cache, v_cache, table, lens, rows)
+    assert (k.dtype, v.dtype) == (dtype, dtype)
+    np.testing.assert_array_equal(k.double().numpy(), want_k)
+    np.testing.assert_array_equal(v.double().numpy(), want_v)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k_scale": torch.ones(1)}, ValueError, "k_scale: expected none beside an output of FP8, which is a copy"),
+        ({"v_scale": torch.ones(1)}, ValueError, "v_scale: expected none beside an output of FP8, which is a copy"),
+        (
+            {"out": torch.empty(2, 18, 2, 64, dtype=torch.float8_e5m2)},
+            TypeError,
+            "k_out: expected dtype float8_e4m3fn, found float8_e5m2",
+        ),
+        (
+            {"out": torch.empty(2, 18, 2, 64), "v_scale": torch.ones(3)},
+            ValueError,
+            r"v_scale: expected shape \(1,\) or \(num_kv_heads=2,\), found \(3,\)",
+        ),
+    ],
+)
+def test_gather_kv_names_the_argument_when_fp8_is_refused(make_batch, change, error, message):
+    batch = make_batch([(1, 0), (17, 0)], dtype=torch.float8_e4m3fn, q_dtype=torch.float32)
+    with pytest.raises(error, match=message):
+        gather_kv(*arrays(batch), **change)
+
+
+def test_gather_kv_refuses_a_scale_when_the_cache_is_not_fp8(make_batch):
+    message = "v_scale: expected none beside a cache that is not FP8, found a cache of float32"
+    with pytest.raises(ValueError, match=message):
+        gather_kv(*arrays(make_batch([(1, 0)])), v_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize("num_threads", [2, 3], indirect=True)

@@ -200,14 +200,14 @@ def test_run_names_the_cache_when_the_plan_names_a_block_that_it_lacks(make_batc
         attention.run(*layer(batch))
 
 
-def test_run_refuses_slopes_beside_a_tree(make_batch):
+def test_run_gives_the_same_bits_when_slopes_meet_a_tree(make_batch):
     batch = make_batch([(10, 3)])
-    masks = np.array([1, 3, 5], "<u8").view(np.uint8)
+    tree = {"tree_mask": np.array([1, 3, 5], "<u8").view(np.uint8), "tree_mask_start_loc": np.array([0, 24], np.int32)}
     attention = PagedAttention(4, 2, 64, 16)
-    index_arrays = (batch.block_table, batch.seq_lens, batch.query_start_loc, batch.rows)
-    attention.plan(*index_arrays, tree_mask=masks, tree_mask_start_loc=np.array([0, 24], np.int32))
-    with pytest.raises(InvalidArgumentError, match="^alibi_slopes: expected none beside a tree_mask"):
-        attention.run(*layer(batch), alibi_slopes=torch.ones(4))
+    attention.plan(batch.block_table, batch.seq_lens, batch.query_start_loc, batch.rows, **tree)
+    slopes = torch.rand(4)
+    want = paged_attention(*batch.arrays(), alibi_slopes=slopes, **tree)
+    assert torch.equal(attention.run(*layer(batch), alibi_slopes=slopes), want)
 
 
 def unpacked(words, batch):

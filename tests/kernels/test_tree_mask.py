@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("isa")
 # Parents of the guesses of two trees; -1 for the token before them.
 BUSHY = [-1, -1, 0, 0, 1, 2, 2, 5]
 WIDE = [-1] * 70
+SLOPES = np.array([0.5, 0.25, 1, -0.5], np.float32)
 
 
 def pack(parents):
@@ -69,14 +70,34 @@ def test_soft_cap_and_sinks_hold_for_trees(make_batch):
     np.testing.assert_allclose(out.numpy(), want, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_slopes_measure_the_depths_of_nodes(make_batch, dtype, block_size):
+    trees = [BUSHY, None, WIDE, None, [-1], [-1, -1]]
+    sequences = [(50, len(BUSHY) + 1), (40, 7), (90, len(WIDE) + 1), (33, 1), (2, 2), (30, 3)]
+    batch = make_batch(sequences, dtype=dtype, block_size=block_size)
+    check(batch, make_masks(trees), alibi_slopes=SLOPES)
+
+
+@pytest.mark.parametrize("options", [{"soft_cap": 1.5}, {"sliding_window": 4}, {"sliding_window": 30}], ids=str)
+def test_slopes_hold_for_trees_beside_other_options(make_batch, options):
+    batch = make_batch([(50, len(BUSHY) + 1), (90, len(WIDE) + 1)])
+    check(batch, make_masks([BUSHY, WIDE]), alibi_slopes=SLOPES, **options)
+
+
+def test_slopes_hold_for_trees_when_keys_are_cut_into_chunks(make_batch):
+    check(make_batch([(1030, len(BUSHY) + 1)]), make_masks([BUSHY]), alibi_slopes=SLOPES / 16)
+
+
 def test_trees_are_right_when_keys_are_cut_into_chunks(make_batch):
     check(make_batch([(1100, len(BUSHY) + 1)]), make_masks([BUSHY]))
 
 
-def test_a_path_through_a_tree_sees_what_a_chain_of_it_sees(make_batch):
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": SLOPES}], ids=["plain", "slopes"])
+def test_a_path_through_a_tree_sees_what_a_chain_of_it_sees(make_batch, options):
     tree = make_batch([(40, len(BUSHY) + 1)], block_size=4)
     mask, starts = make_masks([BUSHY])
-    out = pagedkv.paged_attention(*tree.arrays(), tree_mask=mask, tree_mask_start_loc=starts)
+    out = pagedkv.paged_attention(*tree.arrays(), tree_mask=mask, tree_mask_start_loc=starts, **options)
     # The path 0, 2, 5, 7 lies behind the known token, at 31.
     row = tree.block_table[tree.rows[0]]
     slots = [32, 34, 37, 39]
@@ -90,6 +111,7 @@ def test_a_path_through_a_tree_sees_what_a_chain_of_it_sees(make_batch):
         torch.tensor([36], dtype=torch.int32),
         torch.tensor([0, 5], dtype=torch.int32),
         tree.rows,
+        **options,
     )
     torch.testing.assert_close(out[[0, 1, 3, 6, 8]], chain)
 

@@ -61,6 +61,30 @@ def test_cache_of_fp8_gives_back_values_when_attention_has_the_scales_they_were_
     assert torch.equal(attention.run(torch.ones(1, 2, 8), *cache.layer_tensors(1), **scales), v)
 
 
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_cache_of_fp8_gathers_numbers_when_out_has_a_type_for_them(backend, dtype):
+    cache = make_cache(dtype, backend=backend)
+    k, v = torch.ones(1, 2, 8), torch.tensor([1.5, 100.0])[:, None].repeat(1, 1, 8)
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.0, 50.0])}
+    cache.append_kv(1, k, v, np.array([8]), **scales)
+    cache.block_table[0, 0, 0] = 2
+    out = torch.empty(2, 1, 2, 8)
+    cache.gather_kv(1, np.array([1], np.int32), out=out, **scales)
+    assert torch.equal(out[0], k)
+    assert torch.equal(out[1], v)
+
+
+@pytest.mark.parametrize(("backend", "stored"), [("torch", torch.float8_e5m2), ("numpy", np.uint8)])
+def test_cache_of_fp8_gathers_what_is_stored_when_no_out_is_given(backend, stored):
+    cache = make_cache("float8_e5m2", backend=backend)
+    cache.append_kv(1, torch.ones(1, 2, 8), torch.ones(1, 2, 8), np.array([8]))
+    cache.block_table[0, 0, 0] = 2
+    k, v = cache.gather_kv(1, np.array([1], np.int32))
+    assert (k.dtype, v.dtype) == (stored, stored)
+    assert (np.asarray(torch.as_tensor(k).view(torch.uint8)) == 0x3C).all()
+
+
 def test_dtype_is_taken_when_it_is_torchs():
     assert make_cache(torch.bfloat16).pool.dtype == torch.bfloat16
 

@@ -59,7 +59,8 @@ def paged_attention(
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
     alibi_slopes : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
-        ``slope * (key position - query position)`` is added to the scores, after the cap; not beside a tree.
+        ``slope * (key position - query position)`` is added to the scores, after the cap. A token of a draft tree
+        stands as far behind the context as it sees other tokens of the tree.
     sinks : array, shape (num_q_heads,), float32, float16 or bfloat16, optional
         A further score of each query head, neither scaled nor capped, that takes its share of the weights and has no
         value. It counts in `lse` where a query sees a key.

@@ -164,23 +164,15 @@ class PagedAttention:
         The cost is ``O(num_q_heads * head_dim)`` per pair of a query and a key that it sees. The result is that of
         `paged_attention`, bit by bit.
         """
-        plan = self._current()
+        # Not `_current()`: a call costs as much as everything else here.
+        plan = self._plan
+        if plan is None:
+            raise _no_plan()
         if out is None:
             out = make_like("out", q)
         lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
-        plan.run(
-            q,
-            k_cache,
-            v_cache,
-            out,
-            lse=lse,
-            softmax_scale=softmax_scale,
-            soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        # By place: names are looked up one by one.
+        plan.run(q, k_cache, v_cache, out, lse, softmax_scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
         return (out, lse) if return_lse else out
 
     def pack(self) -> "torch.Tensor":
@@ -208,5 +200,9 @@ class PagedAttention:
 
     def _current(self) -> _core.AttentionPlan:
         if self._plan is None:
-            raise StateError("plan: expected a planned batch, because nothing can be run without, found none")
+            raise _no_plan()
         return self._plan
+
+
+def _no_plan() -> StateError:
+    return StateError("plan: expected a planned batch, because nothing can be run without, found none")

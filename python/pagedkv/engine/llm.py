@@ -37,7 +37,13 @@ class LLM:
         A tokenizer, or where to load one; by default it comes from where the model is loaded. Without one, prompts are
         token ids and outputs have no text.
     dtype : str or torch.dtype
-        Element type of the weights, and so of the cache: "auto", "float32", "float16" or "bfloat16".
+        Element type of the weights: "auto", "float32", "float16" or "bfloat16".
+    kv_cache_dtype : str or torch.dtype
+        Element type of keys and values in the cache: "auto" for that of the weights, one of its names, or FP8:
+        "float8_e4m3fn" or "float8_e5m2".
+    k_scale, v_scale : float
+        What keys and values are divided by before they are rounded to FP8, and multiplied by again in attention, in
+        every layer.
     block_size : int
         Tokens per block of the cache; of its smallest blocks, where layers differ.
     num_blocks : int, optional
@@ -90,6 +96,9 @@ class LLM:
         tokenizer: Any = None,
         dtype: str | torch.dtype = "auto",
         *,
+        kv_cache_dtype: str | torch.dtype = "auto",
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -103,7 +112,7 @@ class LLM:
         seed: int = 0,
     ) -> None:
         hf_model, self._tokenizer = load_model(model, tokenizer, dtype)
-        paged = TransformersModel(hf_model)
+        paged = TransformersModel(hf_model, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
         limits = _limits(
             paged, max_model_len, max_num_seqs, max_num_batched_tokens, max_plans_in_flight, preemption_mode
         )

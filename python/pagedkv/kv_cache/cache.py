@@ -441,7 +441,16 @@ class KVCache:
         for number, view in enumerate(self._views):
             move_kv(view, slot_moves, number)
 
-    def gather_kv(self, layer: int, seq_lens: Any, rows: Any = None) -> tuple[Any, Any]:
+    def gather_kv(
+        self,
+        layer: int,
+        seq_lens: Any,
+        rows: Any = None,
+        *,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Any = None,
+    ) -> tuple[Any, Any]:
         """Collect the keys and values of whole sequences.
 
         Parameters
@@ -452,21 +461,29 @@ class KVCache:
             How many tokens of each sequence.
         rows : array, shape (num_seqs,), int32, optional
             The row of the block table of each sequence; by default sequence ``s`` has row ``s``.
+        k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+            What stored FP8 keys and values are multiplied by, where `out` is not FP8.
+        out : pair of arrays, shape (sum(seq_lens), num_kv_heads, head_dim), optional
+            Where to write, as numbers of its type or, in the layer's FP8, as they are stored.
 
         Returns
         -------
         k, v : array, shape (sum(seq_lens), num_kv_heads, head_dim)
-            Contiguous copies, sequence after sequence, in the library that was chosen as backend. Tokens whose block
-            has left the layer's window come from the null block, which holds nothing of meaning.
+            Copies, sequence after sequence: `out`, or contiguous arrays of the layer's type in the library that was
+            chosen as backend. Tokens whose block has left the layer's window come from the null block, which holds
+            nothing of meaning.
         """
         caches = self.layer_tensors(layer)
         number = self.group_of(layer)
-        group, table = self.groups[number], self._tables[number]
+        table, scales = self._tables[number], {"k_scale": k_scale, "v_scale": v_scale}
+        if out is not None:
+            return gather_kv(*caches, table, seq_lens, rows, **scales, out=out)
+        group = self.groups[number]
         num_tokens = _core.num_gathered_tokens(caches[0], table, seq_lens, rows)
         shape = (num_tokens, group.num_kv_heads, group.head_dim)
         k, v = (make_blocks(self._backend, shape, group.dtype) for _ in range(2))
-        out = (_core.from_dlpack(k, group.dtype), _core.from_dlpack(v, group.dtype))
-        gather_kv(*caches, table, seq_lens, rows, out=out)
+        as_stored = (_core.from_dlpack(k, group.dtype), _core.from_dlpack(v, group.dtype))
+        gather_kv(*caches, table, seq_lens, rows, **scales, out=as_stored)
         return k, v
 
     def _find(self, by_layer: dict[int, _Found], layer: int) -> _Found:

@@ -126,22 +126,34 @@ def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
 
 
 def gather_kv(
-    k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any, rows: Any = None, *, out: Any = None
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    rows: Any = None,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out: Any = None,
 ) -> tuple[Any, Any]:
     """Collect the keys and values of whole sequences, one sequence after another.
 
     Parameters
     ----------
-    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim), float32, float16 or bfloat16
-        One layer of the cache.
+    k_cache, v_cache : array, shape (num_blocks, num_kv_heads, block_size, head_dim)
+        One layer of the cache: float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
     block_table : array, shape (num_rows, max_blocks_per_seq), int32
         Block ids; entries beyond a sequence's length are never read.
     seq_lens : array, shape (num_seqs,), int32
         How many tokens of each sequence.
     rows : array, shape (num_seqs,), int32, optional
         The row of the table of each sequence; by default sequence ``s`` has row ``s``.
+    k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+        What stored FP8 keys and values are multiplied by, for all KV heads or each; 1 by default. Not where `out` is
+        FP8.
     out : pair of arrays, shape (sum(seq_lens), num_kv_heads, head_dim), optional
-        Where to write; converted where it is of another type. By default arrays like the caches are made.
+        Where to write; converted where it is of another type. FP8 takes what FP8 of the same type holds, as it is. By
+        default arrays like the caches are made.
 
     Returns
     -------
@@ -151,7 +163,8 @@ def gather_kv(
     Raises
     ------
     TypeError, InvalidArgumentError
-        If shapes disagree, types are not supported, or a length or block points outside. Nothing is written then.
+        If shapes disagree, types are not supported, a scale has no FP8 to turn into numbers, or a length or block
+        points outside. Nothing is written then.
 
     Examples
     --------
@@ -166,5 +179,5 @@ def gather_kv(
         shape = (num_tokens, *_core.from_dlpack(k_cache, argument="k_cache").shape[1::2])
         out = (make_like("out", k_cache, shape), make_like("out", v_cache, shape))
     k_out, v_out = out
-    _core.gather_kv(k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows)
+    _core.gather_kv(k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows, k_scale=k_scale, v_scale=v_scale)
     return k_out, v_out

@@ -81,6 +81,8 @@ class AttentionMetadata:
         Tokens of each sequence, those of this step included.
     query_start_loc : array, shape (num_seqs + 1,), int32
         Where each sequence's new tokens start.
+    k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+        What stored FP8 keys and values must be multiplied by, in every layer.
 
     Notes
     -----
@@ -94,6 +96,8 @@ class AttentionMetadata:
     rows: Any
     seq_lens: Any
     query_start_loc: Any
+    k_scale: Any = None
+    v_scale: Any = None
     _by_group: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
     _planned: dict[tuple[int, int, int | None], PagedAttention] = field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -110,7 +114,7 @@ class AttentionMetadata:
         object.__setattr__(self, "_by_group", [(slots.select(0, g), table.select(0, g)) for g in groups])
 
     @classmethod
-    def from_plan(cls, plan: Any, kv_cache: KVCache) -> Self:
+    def from_plan(cls, plan: Any, kv_cache: KVCache, *, k_scale: Any = None, v_scale: Any = None) -> Self:
         """Take the arrays of a plan as they are.
 
         Parameters
@@ -119,6 +123,8 @@ class AttentionMetadata:
             What `Scheduler.schedule` returned.
         kv_cache : KVCache
             The memory, to which the plan was applied.
+        k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
+            What stored FP8 keys and values must be multiplied by, in every layer.
 
         Returns
         -------
@@ -126,7 +132,7 @@ class AttentionMetadata:
             The step, for all cache groups.
         """
         arrays = (plan.slot_mapping, kv_cache.block_table, plan.rows, plan.seq_lens, plan.query_start_loc)
-        return cls(kv_cache, *(from_dlpack(array) for array in arrays))
+        return cls(kv_cache, *(from_dlpack(array) for array in arrays), k_scale=k_scale, v_scale=v_scale)
 
     def attend(
         self,
@@ -170,13 +176,15 @@ class AttentionMetadata:
                 f"sliding_window: expected at most {kept}, which the cache group of layer {layer} keeps,"
                 f" found {sliding_window}"
             )
-        self.kv_cache.append_kv(layer, k, v, self._by_group[number][0])
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        self.kv_cache.append_kv(layer, k, v, self._by_group[number][0], **scales)
         out: torch.Tensor = self._attention(number, q.shape[1], sliding_window).run(
             q,
             *self.kv_cache.layer_tensors(layer),
             softmax_scale=softmax_scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            **scales,
         )
         return out
 

@@ -14,6 +14,7 @@ from pagedkv.models.cache_groups import group_layers
 from pagedkv.models.hook import NAME, register_attention
 from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
 from pagedkv.models.probe import probe_layers
+from pagedkv.models.storage import choose_storage
 from pagedkv.models.support import check_model, longest_model_len
 
 if TYPE_CHECKING:
@@ -34,13 +35,18 @@ class TransformersModel:
     ----------
     model : transformers.PreTrainedModel
         The model, in evaluation mode. It is run on one token to learn the shape of its cache.
+    kv_cache_dtype : str or torch.dtype
+        Element type of keys and values in the cache: "auto" for that of the weights, "float32", "float16", "bfloat16",
+        or FP8: "float8_e4m3fn" or "float8_e5m2".
+    k_scale, v_scale : float
+        What stored FP8 keys and values must be multiplied by, in every layer.
 
     Attributes
     ----------
     layers : dict of int to LayerShape
         KV heads, head dimension and window of each layer's cache.
     dtype : str
-        Element type of the weights, and so of keys and values.
+        Element type of keys and values in the cache.
     vocab_size : int
         Logits per sample.
     max_model_len : int or None
@@ -52,6 +58,8 @@ class TransformersModel:
     ------
     UnsupportedError
         If the model needs something that a paged cache or `paged_attention` does not have.
+    InvalidArgumentError
+        If a cache can't have that type, or a scale stands beside one that is not FP8.
 
     Examples
     --------
@@ -63,10 +71,19 @@ class TransformersModel:
     ([[0, 1]], 16, 128)
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kv_cache_dtype: str | torch.dtype = "auto",
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
         register_attention()
         config = model.config.get_text_config(decoder=True)
         check_model(model, config)
+        self._storage = choose_storage(kv_cache_dtype, k_scale, v_scale, str(model.dtype).removeprefix("torch."))
+        self.dtype = self._storage.dtype
         self._model = model
         self._configs = list(_configs(model))
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -77,7 +94,6 @@ class TransformersModel:
         # transformers warns of an input that starts with padding.
         token = row + (getattr(config, "pad_token_id", None) == 0)
         self.layers = probe_layers(model, config, lambda step: self._run(token, row, row, step))
-        self.dtype = str(model.dtype).removeprefix("torch.")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -129,7 +145,9 @@ class TransformersModel:
             source = from_dlpack(plan.input_from).long()
             token_ids = torch.where(source < 0, token_ids, previous_tokens[source.clamp(min=0)])
         positions, sample_rows = from_dlpack(plan.positions), from_dlpack(plan.sample_rows)
-        return self._run(token_ids, positions, sample_rows, AttentionMetadata.from_plan(plan, kv_cache))
+        scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
+        step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
+        return self._run(token_ids, positions, sample_rows, step)
 
     @torch.inference_mode()
     def _run(

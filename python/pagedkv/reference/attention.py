@@ -55,7 +55,8 @@ def paged_attention(
     soft_cap : float, optional
         Scores ``s`` become ``soft_cap * tanh(s / soft_cap)``, after the scale.
     alibi_slopes : ndarray, shape (num_q_heads,), optional
-        ``slope * (key position - query position)`` is added to the scores, after the cap.
+        ``slope * (key position - query position)`` is added to the scores, after the cap. A token of a draft tree
+        stands as far behind the context as it sees other tokens of the tree.
     sinks : ndarray, shape (num_q_heads,), optional
         A further score of each query head, neither scaled nor capped, with the value 0; not in a row without keys.
     k_scale, v_scale : ndarray, shape (1,) or (num_kv_heads,), optional
@@ -226,8 +227,10 @@ def _attention(
             if soft_cap is not None:
                 scores = number(soft_cap) * np.tanh(scores / number(soft_cap))
             if alibi_slopes is not None:
-                position = length - (last - first) + (token - first)
-                scores += np.outer(alibi_slopes, seen - int(position)).astype(number)
+                positions = _positions(int(length), int(last - first), rows_of_mask)
+                own = int(length - (last - first) + (token - first))
+                own = int(positions[own]) if own >= 0 else own
+                scores += np.outer(alibi_slopes, positions[seen] - own).astype(number)
             if sinks is not None:
                 scores = np.column_stack([scores, sinks.astype(number)])
             largest = scores.max(axis=1, keepdims=True)
@@ -255,6 +258,15 @@ def _seen(length: int, num_queries: int, query: int, rows_of_mask: Array | None)
     row = rows_of_mask.reshape(num_queries, -1)[query]
     of_step = np.flatnonzero(np.unpackbits(row, bitorder="little")[:num_queries])
     return np.concatenate([np.arange(before), before + of_step])
+
+
+def _positions(length: int, num_queries: int, rows_of_mask: Array | None) -> Array:
+    """Return the position of each key: a node of a tree stands as far behind the context as it sees other nodes."""
+    positions = np.arange(length)
+    if rows_of_mask is not None and len(rows_of_mask) > 0:
+        seen = np.unpackbits(rows_of_mask.reshape(num_queries, -1), axis=1, bitorder="little")[:, :num_queries]
+        positions[length - num_queries :] = length - num_queries + seen.sum(axis=1, dtype=int) - 1
+    return positions
 
 
 def _round(values: Array, significant_bits: int) -> Array:

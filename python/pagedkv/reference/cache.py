@@ -104,7 +104,14 @@ def swap_blocks(source: Array, destination: Array, pairs: Array) -> None:
 
 
 def gather_kv(
-    k_cache: Array, v_cache: Array, block_table: Array, seq_lens: Array, rows: Array | None = None
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    rows: Array | None = None,
+    *,
+    k_scale: Array | float = 1.0,
+    v_scale: Array | float = 1.0,
 ) -> tuple[Array, Array]:
     """Collect the keys and values of whole sequences, one sequence after another.
 
@@ -118,6 +125,8 @@ def gather_kv(
         How many tokens of each sequence.
     rows : ndarray, shape (num_seqs,), optional
         The row of the table of each sequence; by default sequence ``s`` has row ``s``.
+    k_scale, v_scale : float or ndarray, shape (1,) or (num_kv_heads,)
+        What stored keys and values are multiplied by, for all KV heads or each.
 
     Returns
     -------
@@ -141,4 +150,8 @@ def gather_kv(
             k[token] = k_cache[block, :, offset]
             v[token] = v_cache[block, :, offset]
             token += 1
-    return k, v
+    return k * _of_heads(k_scale, k.dtype), v * _of_heads(v_scale, v.dtype)
+
+
+def _of_heads(scale: Array | float, dtype: Any) -> Array:
+    return np.reshape(np.asarray(scale, dtype), (-1, 1))

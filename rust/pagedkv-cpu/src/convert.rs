@@ -1,6 +1,10 @@
 //! Rows of `head_dim` elements between storage types and float32.
 //!
 //! Narrowing rounds to nearest, ties to even; widening is exact.
+#![expect(
+    clippy::inline_always,
+    reason = "a function that is not inlined into one that enables the instructions cannot use them"
+)]
 
 use std::ffi::c_void;
 use std::slice::{from_raw_parts, from_raw_parts_mut};
@@ -65,21 +69,32 @@ pub(crate) unsafe fn store(dtype: DType, src: &[f32], dst: *mut c_void) {
     }
 }
 
-// A shift, which vectorises on every target; the slice conversion of `half` goes element by element.
 fn widen_bf16(src: &[u16], dst: &mut [f32]) {
     for (d, s) in dst.iter_mut().zip(src) {
-        *d = f32::from_bits(u32::from(*s) << 16);
+        *d = widened_bf16(*s);
     }
 }
 
-// As `half` rounds, without branches, so that it vectorises too.
 fn narrow_bf16(src: &[f32], dst: &mut [u16]) {
     for (d, s) in dst.iter_mut().zip(src) {
-        let bits = s.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-        let quiet = bits >> 16 | 0x40;
-        *d = if s.is_nan() { quiet } else { rounded } as u16;
+        *d = narrowed_bf16(*s);
     }
+}
+
+/// The float32 that bits of a bfloat16 stand for: a shift, which vectorises on every target; the slice conversion of
+/// `half` goes element by element.
+#[inline(always)]
+pub(crate) fn widened_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// The nearest bfloat16, as `half` rounds, without branches, so that it vectorises too.
+#[inline(always)]
+pub(crate) fn narrowed_bf16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let quiet = bits >> 16 | 0x40;
+    (if value.is_nan() { quiet } else { rounded }) as u16
 }
 
 #[cfg(test)]

@@ -43,6 +43,7 @@ impl Layer {
             &[len],
             &view(&mut k, DType::F32, shape),
             &view(&mut v, DType::F32, shape),
+            &Scales::default(),
             1,
         )?;
         Ok((k, v))

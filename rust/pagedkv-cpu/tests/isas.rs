@@ -1,8 +1,10 @@
 //! Every instruction set against plain Rust, and every number of threads against one, on what the element types can hold.
 
 mod contiguous;
+mod numbers;
 
 use contiguous::view;
+use numbers::numbers;
 use pagedkv_cpu::{AttentionOptions, Batch, DType, Isa, Operands, paged_attention};
 
 const BLOCK_SIZE: usize = 16;
@@ -10,26 +12,6 @@ const KV_HEADS: usize = 2;
 const NUM_BLOCKS: usize = 180;
 /// (length, queries) of each sequence: decode, drafts, prefill, split keys.
 const SEQUENCES: [(usize, usize); 5] = [(1100, 1), (33, 1), (70, 5), (60, 60), (1030, 3)];
-
-/// Bits of numbers between 1/2 and 2 in size, of either sign, repeatable.
-fn numbers(dtype: DType, count: usize, seed: u32) -> Vec<u8> {
-    let mut state = seed;
-    let mut next = move || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        state >> 8
-    };
-    let number = |bits: u32| -> Vec<u8> {
-        let sign = bits >> 23 & 1;
-        match dtype {
-            DType::F32 => (sign << 31 | 0x3f00_0000 | bits & 0xff_fff0).to_le_bytes().to_vec(),
-            DType::F16 => ((sign << 15 | 0x3800 | bits & 0x7ff) as u16).to_le_bytes().to_vec(),
-            DType::BF16 => ((sign << 15 | 0x3f00 | bits & 0xff) as u16).to_le_bytes().to_vec(),
-            DType::F8E4M3 => vec![(sign << 7 | 0x30 | bits & 0xf) as u8],
-            _ => vec![(sign << 7 | 0x38 | bits & 0x7) as u8],
-        }
-    };
-    (0..count).flat_map(|_| number(next())).collect()
-}
 
 struct Case {
     q: DType,

@@ -72,7 +72,7 @@ impl AttentionPlan {
     }
 
     /// Attention of one layer; see `pagedkv_cpu::AttentionPlan::run`.
-    #[pyo3(signature = (q, k_cache, v_cache, out, *, lse=None, softmax_scale=None, soft_cap=None, alibi_slopes=None,
+    #[pyo3(signature = (q, k_cache, v_cache, out, lse=None, softmax_scale=None, soft_cap=None, alibi_slopes=None,
                         sinks=None, k_scale=None, v_scale=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
     fn run(

@@ -30,11 +30,7 @@ pub(crate) fn append_kv(
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
     let slots: Vec<i64> = integers("slot_mapping", slot_mapping)?;
     let (k_scale, v_scale) = (optional("k_scale", k_scale)?, optional("v_scale", v_scale)?);
-    let scales = Scales {
-        k: per_head("k_scale", k_scale.as_ref(), "num_kv_heads")?,
-        v: per_head("v_scale", v_scale.as_ref(), "num_kv_heads")?,
-    };
-    let threads = threads(py, num_threads)?;
+    let (scales, threads) = (scales(k_scale.as_ref(), v_scale.as_ref())?, threads(py, num_threads)?);
     let (k_view, v_view) = (k.view("k", KEYS)?, v.view("v", KEYS)?);
     let (k_to, v_to) = (k_cache.view_mut("k_cache", CACHE)?, v_cache.view_mut("v_cache", CACHE)?);
     py.detach(|| pagedkv_cpu::append_kv(&k_view, &v_view, &k_to, &v_to, &slots, &scales, threads)).map_err(to_py_err)
@@ -92,7 +88,8 @@ pub(crate) fn swap_blocks(
 
 /// Collects whole sequences into contiguous arrays; see `pagedkv_cpu::gather_kv`.
 #[pyfunction]
-#[pyo3(signature = (k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows=None, *, num_threads=None))]
+#[pyo3(signature = (k_cache, v_cache, block_table, seq_lens, k_out, v_out, rows=None, *, k_scale=None, v_scale=None,
+                    num_threads=None))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the operation in every language")]
 pub(crate) fn gather_kv(
     py: Python<'_>,
@@ -103,6 +100,8 @@ pub(crate) fn gather_kv(
     k_out: &Bound<'_, PyAny>,
     v_out: &Bound<'_, PyAny>,
     rows: Option<&Bound<'_, PyAny>>,
+    k_scale: Option<&Bound<'_, PyAny>>,
+    v_scale: Option<&Bound<'_, PyAny>>,
     #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (k_cache, v_cache) = (array("k_cache", k_cache)?, array("v_cache", v_cache)?);
@@ -110,12 +109,13 @@ pub(crate) fn gather_kv(
     let block_table = array("block_table", block_table)?;
     let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
     let rows: Option<Vec<i32>> = rows.map(|rows| integers("rows", rows)).transpose()?;
-    let threads = threads(py, num_threads)?;
+    let (k_scale, v_scale) = (optional("k_scale", k_scale)?, optional("v_scale", v_scale)?);
+    let (scales, threads) = (scales(k_scale.as_ref(), v_scale.as_ref())?, threads(py, num_threads)?);
     let (k_from, v_from) = (k_cache.view("k_cache", CACHE)?, v_cache.view("v_cache", CACHE)?);
     let table = block_table.view("block_table", BLOCK_TABLE)?;
     let (k_to, v_to) = (k_out.view_mut("k_out", VALUES_OUT)?, v_out.view_mut("v_out", VALUES_OUT)?);
     let rows = rows.as_deref();
-    py.detach(|| pagedkv_cpu::gather_kv(&k_from, &v_from, &table, rows, &seq_lens, &k_to, &v_to, threads))
+    py.detach(|| pagedkv_cpu::gather_kv(&k_from, &v_from, &table, rows, &seq_lens, &k_to, &v_to, &scales, threads))
         .map_err(to_py_err)
 }
 
@@ -190,6 +190,11 @@ pub(crate) fn optional(argument: &str, object: Option<&Bound<'_, PyAny>>) -> PyR
 /// One number per head, or one for all.
 pub(crate) fn per_head(argument: &str, tensor: Option<&Tensor>, heads: &str) -> PyResult<Option<View<1>>> {
     tensor.map(|tensor| tensor.view(argument, [heads])).transpose()
+}
+
+fn scales(k_scale: Option<&Tensor>, v_scale: Option<&Tensor>) -> PyResult<Scales> {
+    let k = per_head("k_scale", k_scale, "num_kv_heads")?;
+    Ok(Scales { k, v: per_head("v_scale", v_scale, "num_kv_heads")? })
 }
 
 /// The elements of a one-dimensional index array, copied: checked values must not change under a running operation.

@@ -2,10 +2,12 @@
 
 use pagedkv_core::split_kv::{MergeItem, Tile, WorkItem};
 
-use super::cells::{Cells, MAX_UNIT};
+use super::cells::Cells;
 use super::plan::Plan;
+use super::rows::{self, Normaliser, Stored};
 use super::{AttentionOptions, MAX_HEAD_DIM, Operands};
 use crate::convert::{load, store};
+use crate::isa::Isa;
 use crate::kernels::{Kernels, ScoreRule};
 use crate::view::View;
 
@@ -35,32 +37,35 @@ pub(super) struct Row<'a> {
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) kernels: Kernels,
+    pub(super) isa: Isa,
     /// How the cells of a packed float32 query lie.
     key_cells: Cells,
     /// How the cells of an accumulator lie.
-    value_cells: Cells,
-    /// Which element of the output each cell of an accumulator holds.
-    pub(super) value_order: Vec<usize>,
+    pub(super) value_cells: Cells,
     /// Cells of a packed query.
     pub(super) q_len: usize,
+    /// Cells of an accumulator.
+    pub(super) acc_len: usize,
 }
 
 impl Path {
-    pub(super) fn new(kernels: Kernels, head_dim: usize) -> Self {
-        let key_order = kernels.keys.order(head_dim, kernels.lanes);
-        let value_order = kernels.values.order(head_dim, kernels.lanes);
+    pub(super) fn new(isa: Isa, kernels: Kernels, head_dim: usize) -> Self {
+        // The order of a unit is that of all of them.
+        let (keys, values) = (kernels.keys.order(1, kernels.lanes), kernels.values.order(1, kernels.lanes));
+        let q_len = head_dim.next_multiple_of(keys.len());
         Self {
             kernels,
-            q_len: if kernels.keys.is_paired { key_order.len() / 2 } else { key_order.len() },
-            key_cells: Cells::of(&key_order),
-            value_cells: Cells::of(&value_order),
-            value_order,
+            isa,
+            key_cells: Cells::of(&keys),
+            value_cells: Cells::of(&values),
+            q_len: if kernels.keys.is_paired { q_len / 2 } else { q_len },
+            acc_len: head_dim.next_multiple_of(values.len()),
         }
     }
 
     /// Floats of a row that waits to be merged.
     pub(super) fn row_len(&self) -> usize {
-        self.value_order.len() + 2
+        self.acc_len + 2
     }
 }
 
@@ -127,14 +132,9 @@ impl<'a> Call<'a> {
             unsafe { cells.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from.cast(), bytes) };
             return;
         }
-        let unit = path.key_cells.unit();
-        for (start, cells) in (0..).step_by(unit).zip(cells.chunks_mut(unit)) {
-            let len = unit.min(self.plan.cut.head_dim - start);
-            let mut natural = [0_f32; MAX_UNIT];
-            // SAFETY: the elements lie inside `q`, whose rows are contiguous.
-            unsafe { load(q.dtype(), q.at([token, head, start]), &mut natural[..len]) };
-            path.key_cells.lay_out(&natural, cells);
-        }
+        let row = Stored { data: from, dtype: q.dtype(), len: self.plan.cut.head_dim };
+        // SAFETY: the row lies inside `q`, whose rows are contiguous, and the kernels are those of this processor.
+        unsafe { rows::pack(path.isa, row, path.key_cells, cells) };
     }
 
     fn token_and_head(&self, tile: &Tile, kv_head: usize, row: usize) -> [usize; 2] {
@@ -166,7 +166,7 @@ impl<'a> Call<'a> {
         let group = self.plan.cut.group;
         let rows_per_head = merge.tile.queries.len() * group;
         let num_rows = merge.tile.num_rows(group);
-        let mut acc = vec![0_f32; self.few.value_order.len()];
+        let mut acc = vec![0_f32; self.few.acc_len];
         for index in 0..num_rows {
             let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0);
             acc.fill(0.0);
@@ -193,31 +193,28 @@ impl<'a> Call<'a> {
             self.clear(token, head);
             return;
         }
-        let (shrink, sum, lse) = self.normaliser(head, result.max, result.sum);
+        let (shrink, sum, max) = self.normaliser(head, result.max, result.sum);
         let factor = shrink * path.kernels.values.scale * of_head(&self.v_scales, kv_head);
-        let unit = path.value_cells.unit();
-        for (start, cells) in (0..).step_by(unit).zip(result.acc.chunks(unit)) {
-            let mut natural = [0_f32; MAX_UNIT];
-            path.value_cells.gather(cells, &mut natural);
-            for value in &mut natural {
-                *value = *value * factor / sum;
-            }
-            self.write(token, head, start, &natural[..unit.min(self.plan.cut.head_dim - start)]);
+        let out = &self.operands.out;
+        let row = Stored { data: out.at([token, head, 0]), dtype: out.dtype(), len: self.plan.cut.head_dim };
+        // SAFETY: the row lies inside `out`, whose rows are contiguous; every (token, head) is in one tile. The kernels
+        // are those of this processor.
+        unsafe { rows::finish(path.isa, result.acc, path.value_cells, Normaliser { factor, sum }, row) };
+        if self.operands.lse.is_some() {
+            self.write_lse(token, head, max + sum.ln());
         }
-        self.write_lse(token, head, lse);
     }
 
-    /// What a weighted sum must be multiplied by and divided by, and the logarithm of the sum of exponentials; the head's
-    /// sink counts.
+    /// What a weighted sum must be multiplied by and divided by, and the largest score; the head's sink counts.
     fn normaliser(&self, head: usize, max: f32, sum: f32) -> (f32, f32, f32) {
         let max = max * std::f32::consts::LN_2;
         let Some(sink) = self.sinks.get(head) else {
-            return (1.0, sum, max + sum.ln());
+            return (1.0, sum, max);
         };
         let all = max.max(*sink);
         let shrink = (max - all).exp();
         let sum = sum * shrink + (sink - all).exp();
-        (shrink, sum, all + sum.ln())
+        (shrink, sum, all)
     }
 
     /// Gives tokens that belong to no sequence the result of seeing no key.
@@ -230,14 +227,11 @@ impl<'a> Call<'a> {
     }
 
     fn clear(&self, token: usize, head: usize) {
-        self.write(token, head, 0, &[0.0; MAX_HEAD_DIM][..self.plan.cut.head_dim]);
-        self.write_lse(token, head, f32::NEG_INFINITY);
-    }
-
-    fn write(&self, token: usize, head: usize, start: usize, values: &[f32]) {
         let out = &self.operands.out;
-        // SAFETY: the elements lie inside `out`, whose rows are contiguous; every (token, head) is in one tile.
-        unsafe { store(out.dtype(), values, out.at([token, head, start])) };
+        let zeros = &[0.0; MAX_HEAD_DIM][..self.plan.cut.head_dim];
+        // SAFETY: as in `finish`.
+        unsafe { store(out.dtype(), zeros, out.at([token, head, 0])) };
+        self.write_lse(token, head, f32::NEG_INFINITY);
     }
 
     fn write_lse(&self, token: usize, head: usize, lse: f32) {

@@ -1,7 +1,7 @@
 //! What an attention call refuses, by the name of the argument.
 
 use super::plan::Cut;
-use super::{AttentionOptions, Batch, HEAD_DIM_STEP, MAX_HEAD_DIM, Operands};
+use super::{AttentionOptions, HEAD_DIM_STEP, MAX_HEAD_DIM, Operands};
 use crate::dims::{
     CACHE, Dims, LSE, QUERIES, SINKS, check_apart, check_cached, check_computed, check_distinct, check_dtype,
     check_keys, check_rows, check_scale,
@@ -20,18 +20,6 @@ pub(super) fn check_isa(options: &AttentionOptions) -> Result<Isa> {
             expected: "an instruction set of this processor".to_owned(),
             found: isa.name().to_owned(),
         }),
-    }
-}
-
-/// Refuses slopes beside trees: keys of a tree do not stand where they lie.
-pub(super) fn check_trees(operands: &Operands, batch: &Batch<'_>) -> Result<()> {
-    match batch.tree_mask {
-        Some(mask) if operands.alibi_slopes.is_some() && !mask.bits.is_empty() => Err(Error::Value {
-            argument: "alibi_slopes",
-            expected: "none beside a tree_mask".to_owned(),
-            found: "both".to_owned(),
-        }),
-        _ => Ok(()),
     }
 }
 

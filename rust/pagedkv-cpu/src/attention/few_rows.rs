@@ -11,8 +11,10 @@ use pagedkv_core::split_kv::{Tile, WorkItem};
 use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
+use super::plan::Sequence;
+use super::rows;
 use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
-use crate::kernels::{Groups, STRIP_TOKENS, Scores, Strip};
+use crate::kernels::{Group, Groups, STRIP_TOKENS, Scores, Strip};
 use crate::view::View;
 
 /// Buffers of one thread, kept between calls.
@@ -55,7 +57,7 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         num_rows,
         padded_rows: Groups::padded(num_rows),
         num_groups: Groups::count(num_rows),
-        acc_len: call.few.value_order.len(),
+        acc_len: call.few.acc_len,
         lanes: call.few.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
@@ -70,6 +72,10 @@ impl Item<'_> {
         &self.work.tile
     }
 
+    fn sequence(&self) -> &Sequence {
+        &self.call.plan.sequences[self.tile().sequence]
+    }
+
     /// Packs the queries and empties the softmax of every row.
     fn start(&self, scratch: &mut Scratch) {
         let num_heads = self.tile().kv_heads.len();
@@ -79,7 +85,6 @@ impl Item<'_> {
         scratch.shrink.floats(state_len);
         scratch.acc.floats(num_heads * self.padded_rows * self.acc_len).fill(0.0);
         scratch.scores.floats(self.padded_rows * STRIP_TOKENS);
-        scratch.slopes.floats(2 * self.lanes);
         let head_len = self.padded_rows * self.call.few.q_len;
         let q = scratch.q.floats(num_heads * head_len);
         q.fill(0.0);
@@ -95,22 +100,16 @@ impl Item<'_> {
             let q = &mut q[group.first * self.call.few.q_len..];
             for i in 0..group.rows.min(self.num_rows - group.first) {
                 self.call.pack_query(&self.call.few, self.tile(), [kv_head, group.first + i], row);
-                if width == 1 {
-                    q[i..].iter_mut().step_by(group.rows).zip(row.iter()).for_each(|(to, cell)| *to = *cell);
-                    continue;
-                }
-                for (vector, cells) in row.chunks_exact(width).enumerate() {
-                    let at = (vector * group.rows + i) * width;
-                    q[at..at + width].copy_from_slice(cells);
-                }
+                let to = &mut q[i * width..];
+                // SAFETY: the kernels are those of this processor.
+                unsafe { rows::spread(self.call.few.isa, row, width, group.rows * width, to) };
             }
         }
     }
 
     fn fold_keys(&self, scratch: &mut Scratch) {
         let keys = &self.work.keys;
-        let (plan, operands) = (self.call.plan, self.call.operands);
-        let sequence = &plan.sequences[self.tile().sequence];
+        let (plan, operands, sequence) = (self.call.plan, self.call.operands, self.sequence());
         let caches = [&operands.k_cache, &operands.v_cache];
         // Strips start at multiples of their length, so that windows do not move the borders of later ones.
         let strip = |start: usize| start..keys.end.min((start / STRIP_TOKENS + 1) * STRIP_TOKENS);
@@ -160,8 +159,7 @@ impl Item<'_> {
         let queries = &self.tile().queries;
         let group = self.call.plan.cut.group;
         scratch.bits.resize(queries.len(), 0);
-        let sequence = &self.call.plan.sequences[self.tile().sequence];
-        let visibility = visible_bits(sequence, queries, tokens, 1, &mut scratch.bits);
+        let visibility = visible_bits(self.sequence(), queries, tokens, 1, &mut scratch.bits);
         scratch.bits_of_rows.clear();
         scratch.bits_of_rows.extend(scratch.bits.iter().flat_map(|bits| std::iter::repeat_n(*bits, group)));
         scratch.bits_of_rows.resize(self.padded_rows, 0);
@@ -172,7 +170,7 @@ impl Item<'_> {
         let rule = self.call.rule(&self.call.few, kv_head);
         for group in Groups::of(self.num_rows) {
             let tokens_per_step = self.lanes / group.rows;
-            let has_slopes = self.fill_slopes(scratch, kv_head, group.first, group.rows, tokens.start);
+            let has_slopes = self.fill_slopes(scratch, kv_head, &group, tokens);
             let slopes = scratch.slopes.start().cast_const();
             let state = (index * self.num_groups + group.index) * self.lanes;
             let scores = Scores {
@@ -185,6 +183,7 @@ impl Item<'_> {
                 rule: &rule,
                 slopes: if has_slopes { slopes } else { std::ptr::null() },
                 distances: slopes.wrapping_add(self.lanes),
+                has_all_distances: self.sequence().has_tree_keys(tokens),
                 visible: if bits.is_null() { bits } else { bits.wrapping_add(group.first) },
                 words: 1,
             };
@@ -193,21 +192,25 @@ impl Item<'_> {
         }
     }
 
-    /// Writes the slope and the distance from query to key of each lane of a group; answers whether there are slopes.
-    fn fill_slopes(&self, scratch: &mut Scratch, kv_head: usize, first: usize, rows: usize, key: usize) -> bool {
+    /// Writes the slope of each lane of a group and the distances from its query to its key, in one step or, where keys
+    /// of a tree are among them, in all; answers whether there are slopes.
+    fn fill_slopes(&self, scratch: &mut Scratch, kv_head: usize, rows: &Group, tokens: &Range<usize>) -> bool {
         let call = self.call;
         if call.slopes.is_empty() {
             return false;
         }
-        let sequence = &call.plan.sequences[self.tile().sequence];
-        let group = call.plan.cut.group;
-        let (slopes, distances) = scratch.slopes.floats(2 * self.lanes).split_at_mut(self.lanes);
-        let tokens = self.lanes / rows;
-        for (lane, (slope, distance)) in slopes.iter_mut().zip(distances).enumerate() {
-            let row = (first + lane / tokens).min(self.num_rows - 1);
-            let query = self.tile().queries.start + row / group;
+        let (sequence, group) = (self.sequence(), call.plan.cut.group);
+        let per_step = self.lanes / rows.rows;
+        let num_steps = if sequence.has_tree_keys(tokens) { tokens.len().div_ceil(per_step) } else { 1 };
+        let (slopes, distances) = scratch.slopes.floats((1 + num_steps) * self.lanes).split_at_mut(self.lanes);
+        for (lane, slope) in slopes.iter_mut().enumerate() {
+            let row = (rows.first + lane / per_step).min(self.num_rows - 1);
+            let position = sequence.position(self.tile().queries.start + row / group);
             *slope = call.slopes[kv_head * group + row % group];
-            *distance = ((key + lane % tokens) as i64 - sequence.position(query)) as f32;
+            for (step, distances) in distances.chunks_exact_mut(self.lanes).enumerate() {
+                let key = tokens.start + step * per_step + lane % per_step;
+                distances[lane] = (sequence.key_position(key) - position) as f32;
+            }
         }
         true
     }

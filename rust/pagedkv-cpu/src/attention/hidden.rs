@@ -64,8 +64,8 @@ pub(super) unsafe fn add_visible(
             load(dtype, values.0.add(token).read().offset(values.1).cast(), row);
             layout.weight(token) / path.kernels.values.scale
         };
-        for (a, element) in acc.iter_mut().zip(&path.value_order) {
-            if let Some(value) = row.get(*element) {
+        for (cell, a) in acc.iter_mut().enumerate() {
+            if let Some(value) = row.get(path.value_cells.element(cell)) {
                 *a += weight * value;
             }
         }

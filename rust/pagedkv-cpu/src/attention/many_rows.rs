@@ -8,6 +8,7 @@ use pagedkv_core::split_kv::{Tile, WorkItem};
 use super::buffer::Buffer;
 use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
+use super::plan::Sequence;
 use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
 use crate::kernels::{Panel, Product, Scores};
 use crate::view::View;
@@ -58,7 +59,7 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
         work,
         num_rows,
         padded_rows: num_rows.next_multiple_of(call.many.kernels.block_rows),
-        acc_len: call.many.value_order.len(),
+        acc_len: call.many.acc_len,
         lanes: call.many.kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
@@ -71,6 +72,10 @@ pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
 impl Item<'_> {
     fn tile(&self) -> &Tile {
         &self.work.tile
+    }
+
+    fn sequence(&self) -> &Sequence {
+        &self.call.plan.sequences[self.tile().sequence]
     }
 
     fn kv_head(&self) -> usize {
@@ -88,7 +93,6 @@ impl Item<'_> {
         scratch.keys.floats(TILE_TOKENS * self.call.many.q_len);
         scratch.values.floats(TILE_TOKENS * self.acc_len);
         scratch.stage.floats(self.lanes * self.call.many.q_len).fill(0.0);
-        scratch.slopes.floats(2 * self.lanes);
         let q = scratch.q.floats(self.padded_rows * self.call.many.q_len);
         q.fill(0.0);
         for (row, q) in q.chunks_exact_mut(call.many.q_len).take(self.num_rows).enumerate() {
@@ -97,8 +101,7 @@ impl Item<'_> {
     }
 
     fn fold_keys(&self, scratch: &mut Scratch) {
-        let (plan, operands) = (self.call.plan, self.call.operands);
-        let sequence = &plan.sequences[self.tile().sequence];
+        let (plan, operands, sequence) = (self.call.plan, self.call.operands, self.sequence());
         let keys = &self.work.keys;
         let mut tokens = TokenRows::new();
         let mut start = first_read(&operands.k_cache, keys.start);
@@ -111,10 +114,9 @@ impl Item<'_> {
     }
 
     fn fold_tile(&self, scratch: &mut Scratch, tokens: &TokenRows<TILE_TOKENS>) {
-        let (call, queries) = (self.call, &self.tile().queries);
-        let sequence = &call.plan.sequences[self.tile().sequence];
+        let queries = &self.tile().queries;
         scratch.bits.resize(queries.len() * WORDS, 0);
-        let visibility = visible_bits(sequence, queries, &tokens.tokens, WORDS, &mut scratch.bits);
+        let visibility = visible_bits(self.sequence(), queries, &tokens.tokens, WORDS, &mut scratch.bits);
         let is_whole = visibility == Visibility::All && tokens.tokens.len().is_multiple_of(self.block_tokens());
         let ends = self.block_ends(&scratch.bits);
         self.pack(scratch, tokens);
@@ -216,7 +218,7 @@ impl Item<'_> {
             if end == 0 {
                 continue;
             }
-            let has_slopes = self.fill_slopes(scratch, row, tokens.start);
+            let has_slopes = self.fill_slopes(scratch, row, tokens);
             let slopes = scratch.slopes.start().cast_const();
             let bits = scratch.bits.as_ptr().wrapping_add(row / group * WORDS);
             let scores = Scores {
@@ -229,6 +231,7 @@ impl Item<'_> {
                 rule: &rule,
                 slopes: if has_slopes { slopes } else { std::ptr::null() },
                 distances: slopes.wrapping_add(self.lanes),
+                has_all_distances: self.sequence().has_tree_keys(tokens),
                 visible: if is_whole { std::ptr::null() } else { bits },
                 words: WORDS,
             };
@@ -237,17 +240,17 @@ impl Item<'_> {
         }
     }
 
-    /// Writes the slope and the distance from query to key of each lane of a row; answers whether there are slopes.
-    fn fill_slopes(&self, scratch: &mut Scratch, row: usize, key: usize) -> bool {
-        let call = self.call;
-        let group = call.plan.cut.group;
-        let Some(slope) = call.slopes.get(self.kv_head() * group + row % group) else { return false };
-        let query = self.tile().queries.start + row / group;
-        let position = call.plan.sequences[self.tile().sequence].position(query);
-        let (slopes, distances) = scratch.slopes.floats(2 * self.lanes).split_at_mut(self.lanes);
+    /// Writes the slope of a row in each lane and the distances from its query to the keys, of one vector or, where keys
+    /// of a tree are among them, of all; answers whether there are slopes.
+    fn fill_slopes(&self, scratch: &mut Scratch, row: usize, tokens: &Range<usize>) -> bool {
+        let (sequence, group) = (self.sequence(), self.call.plan.cut.group);
+        let Some(slope) = self.call.slopes.get(self.kv_head() * group + row % group) else { return false };
+        let position = sequence.position(self.tile().queries.start + row / group);
+        let num_keys = if sequence.has_tree_keys(tokens) { TILE_TOKENS } else { self.lanes };
+        let (slopes, distances) = scratch.slopes.floats(self.lanes + num_keys).split_at_mut(self.lanes);
         slopes.fill(*slope);
-        for (lane, distance) in distances.iter_mut().enumerate() {
-            *distance = ((key + lane) as i64 - position) as f32;
+        for (key, distance) in (tokens.start..).zip(distances) {
+            *distance = (sequence.key_position(key) - position) as f32;
         }
         true
     }

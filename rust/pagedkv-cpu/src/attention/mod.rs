@@ -18,6 +18,7 @@ mod merge_states;
 mod packed;
 mod plan;
 mod planned;
+mod rows;
 mod tokens;
 
 pub use batch::{Batch, TreeMask};
@@ -56,6 +57,7 @@ pub struct Operands {
     /// A further score of each query head, `(num_q_heads,)`, that takes a share of the weights and has no value.
     pub sinks: Option<View<1>>,
     /// The slope of each query head, `(num_q_heads,)`: `slope * (key position - query position)` is added to the score.
+    /// A token of a draft tree stands as far behind the context as it sees other tokens of the tree.
     pub alibi_slopes: Option<View<1>>,
     /// What stored FP8 keys must be multiplied by, float32 `(1,)` or `(num_kv_heads,)`; 1 by default.
     pub k_scale: Option<View<1>>,
@@ -114,7 +116,6 @@ pub fn paged_attention(
     let isa = check::check_isa(options)?;
     let cut = check::check_operands(operands, options, threads)?;
     let plan = Plan::new(batch, &cut)?;
-    check::check_trees(operands, batch)?;
     attend(operands, options, &plan, isa, threads);
     Ok(())
 }
@@ -123,8 +124,8 @@ pub fn paged_attention(
 fn attend(operands: &Operands, options: &AttentionOptions, plan: &Plan, isa: Isa, threads: usize) {
     let is_packed = operands.k_cache.is_packed();
     let dtypes = [operands.q.dtype(), operands.k_cache.dtype(), operands.v_cache.dtype()];
-    let paths =
-        [Rows::Few, Rows::Many].map(|rows| Path::new(Kernels::new(isa, rows, dtypes, is_packed), plan.cut.head_dim));
+    let path = |rows| Path::new(isa, Kernels::new(isa, rows, dtypes, is_packed), plan.cut.head_dim);
+    let paths = [Rows::Few, Rows::Many].map(path);
     WORKSPACE.with_borrow_mut(|workspace| {
         let rows = workspace.floats(plan.split.num_partial_rows * paths[0].row_len()).as_mut_ptr();
         run(&Call::new(operands, options, plan, paths, Workspace { rows }), threads);

@@ -110,7 +110,7 @@ fn read_sequences(reader: &mut Reader<'_>, counts: &[[usize; 3]], cut: &Cut) -> 
         if ![0, expected].contains(mask_bytes) {
             return Err(no_plan(&format!("a mask of {mask_bytes} bytes for {num_queries} queries")));
         }
-        sequence.mask = reader.take(mask_bytes / 4)?.iter().flat_map(|word| word.to_le_bytes()).collect();
+        sequence.set_mask(reader.take(mask_bytes / 4)?.iter().flat_map(|word| word.to_le_bytes()).collect());
     }
     if !reader.words.is_empty() {
         return Err(no_plan(&format!("{} words too many", reader.words.len())));

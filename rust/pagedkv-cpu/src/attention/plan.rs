@@ -58,6 +58,8 @@ pub(super) struct Sequence {
     window: Option<usize>,
     /// Rows of bits that say what queries of a draft tree see of their step; empty for a causal sequence.
     pub(super) mask: Vec<u8>,
+    /// How far each token of such a tree stands behind the context.
+    depths: Vec<i64>,
     /// Whether its rows are few, so that keys are read where they lie.
     pub(super) is_split: bool,
 }
@@ -78,9 +80,16 @@ impl Sequence {
             blocks: if shape.num_queries == 0 { Vec::new() } else { blocks(keys)? },
             window: cut.sliding_window,
             is_split: cut.split_options().is_split(&shape),
+            depths: depths(&mask, shape.num_queries),
             shape,
             mask,
         })
+    }
+
+    /// Says what queries of a draft tree see of their step, where that was not known before.
+    pub(super) fn set_mask(&mut self, mask: Vec<u8>) {
+        self.depths = depths(&mask, self.shape.num_queries);
+        self.mask = mask;
     }
 
     /// Tokens before the first query.
@@ -91,8 +100,20 @@ impl Sequence {
     /// The position of query `i`, which may lie before the sequence.
     pub(super) fn position(&self, i: usize) -> i64 {
         let context = self.shape.len as i64 - self.shape.num_queries as i64;
-        let seen = if self.mask.is_empty() { i + 1 } else { self.seen_in_step(i).count() };
-        context + seen as i64 - 1
+        context + self.depths.get(i).copied().unwrap_or(i as i64)
+    }
+
+    /// Whether some of `keys` stand elsewhere than where they lie, as those of a tree do.
+    pub(super) fn has_tree_keys(&self, keys: &Range<usize>) -> bool {
+        !self.mask.is_empty() && keys.end > self.context()
+    }
+
+    /// The position of a key; anything behind the last one.
+    pub(super) fn key_position(&self, key: usize) -> i64 {
+        match key.checked_sub(self.context()) {
+            Some(of_step) if !self.mask.is_empty() => self.position(of_step),
+            _ => key as i64,
+        }
     }
 
     /// Calls `with` on each run of the keys that query `i` sees among `keys`.
@@ -108,7 +129,7 @@ impl Sequence {
             return;
         }
         let context = self.context();
-        let end = context + self.seen_in_step(i).count();
+        let end = context + (self.depths[i] + 1) as usize;
         let start = self.window.map_or(0, |window| end.saturating_sub(window));
         let mut run = start.min(context)..context;
         // The position at which a seen key of the step stands decides whether it is in the window.
@@ -127,10 +148,7 @@ impl Sequence {
 
     /// The tokens of the step that query `i` of a draft tree sees.
     fn seen_in_step(&self, i: usize) -> impl Iterator<Item = usize> + '_ {
-        let num_queries = self.shape.num_queries;
-        let row_len = TreeMask::row_bytes(num_queries);
-        let row = &self.mask[i * row_len..(i + 1) * row_len];
-        (0..num_queries).filter(|key| row[key / 8] >> (key % 8) & 1 == 1)
+        seen_in_step(&self.mask, self.shape.num_queries, i)
     }
 
     /// Writes which of `keys` query `i` sees, bit by bit; answers whether it sees all of them.
@@ -158,6 +176,19 @@ impl Sequence {
     pub(super) fn block(&self, index: usize) -> usize {
         self.blocks[index - self.skipped_blocks] as usize
     }
+}
+
+/// The bits that are set in a row of a mask.
+fn seen_in_step(mask: &[u8], num_queries: usize, i: usize) -> impl Iterator<Item = usize> + '_ {
+    let row_len = TreeMask::row_bytes(num_queries);
+    let row = &mask[i * row_len..(i + 1) * row_len];
+    (0..num_queries).filter(|key| row[key / 8] >> (key % 8) & 1 == 1)
+}
+
+/// How many other tokens of its tree each one sees; nothing for a causal sequence.
+fn depths(mask: &[u8], num_queries: usize) -> Vec<i64> {
+    let num_rows = if mask.is_empty() { 0 } else { num_queries };
+    (0..num_rows).map(|i| seen_in_step(mask, num_queries, i).count() as i64 - 1).collect()
 }
 
 /// Everything that is known before the first key is read.
@@ -202,8 +233,8 @@ mod tests {
 
     fn sequence(len: usize, num_queries: usize, mask: Vec<u8>) -> Sequence {
         let shape = SequenceShape { len, num_queries, is_tree: !mask.is_empty() };
-        let (blocks, window) = (Vec::new(), None);
-        Sequence { shape, first_token: 10, blocks, skipped_blocks: 0, window, mask, is_split: true }
+        let (blocks, window, depths) = (Vec::new(), None, depths(&mask, num_queries));
+        Sequence { shape, first_token: 10, blocks, skipped_blocks: 0, window, mask, depths, is_split: true }
     }
 
     fn bits(sequence: &Sequence, i: usize, keys: Range<usize>) -> Vec<u64> {

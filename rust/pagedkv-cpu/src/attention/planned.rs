@@ -110,22 +110,19 @@ impl AttentionPlan {
 
     fn check(&self, operands: &Operands, found: &Cut) -> Result<()> {
         let cut = &self.plan.cut;
-        let num_tokens = format!("at least num_tokens={}", self.plan.num_tokens);
-        let num_blocks = format!("at least num_blocks={}", self.min_blocks);
         let (q_heads, kv_heads) = (cut.num_kv_heads * cut.group, cut.num_kv_heads);
         let is_layer = [found.num_kv_heads, found.block_size] == [kv_heads, cut.block_size];
         if !is_layer || found.num_blocks < self.min_blocks {
-            let expected =
-                format!("({num_blocks}, {kv_heads}, {}, {}), as the plan says", cut.block_size, cut.head_dim);
+            let expected = format!(
+                "(at least num_blocks={}, {kv_heads}, {}, {}), as the plan says",
+                self.min_blocks, cut.block_size, cut.head_dim
+            );
             return Err(refusal("k_cache", expected, &operands.k_cache.shape()));
         }
         if [found.group, found.head_dim] != [cut.group, cut.head_dim] || found.num_tokens < self.plan.num_tokens {
-            let expected = format!("({num_tokens}, {q_heads}, {}), as the plan says", cut.head_dim);
+            let num_tokens = self.plan.num_tokens;
+            let expected = format!("(at least num_tokens={num_tokens}, {q_heads}, {}), as the plan says", cut.head_dim);
             return Err(refusal("q", expected, &operands.q.shape()));
-        }
-        if operands.alibi_slopes.is_some() && self.plan.sequences.iter().any(|sequence| !sequence.mask.is_empty()) {
-            let (expected, found) = ("none beside a tree_mask".to_owned(), "both".to_owned());
-            return Err(Error::Value { argument: "alibi_slopes", expected, found });
         }
         Ok(())
     }

@@ -232,7 +232,8 @@ impl Rows<'_> {
     }
 }
 
-fn read_scale(scale: &View<1>, head: usize) -> f32 {
+/// The scale of a KV head.
+pub(super) fn read_scale(scale: &View<1>, head: usize) -> f32 {
     let index = if scale.shape()[0] == 1 { 0 } else { head };
     // SAFETY: the element lies inside the view, which is float32.
     unsafe { scale.at([index]).cast::<f32>().read() }

@@ -32,9 +32,11 @@ pub(crate) struct Scores<'a> {
     pub(crate) sum: *mut f32,
     pub(crate) shrink: *mut f32,
     pub(crate) rule: &'a ScoreRule,
-    /// One vector each, or null: slopes of `ALiBi`, and the distances from each lane's query to its key in the first step.
+    /// One vector, or null: slopes of `ALiBi`.
     pub(crate) slopes: *const f32,
+    /// The distances from each lane's query to its key, of the first step, or with `has_all_distances` of each.
     pub(crate) distances: *const f32,
+    pub(crate) has_all_distances: bool,
     /// Which tokens each row sees, bit by bit, `words` words a row, or null where every row sees all.
     pub(crate) visible: *const u64,
     pub(crate) words: usize,
@@ -143,7 +145,11 @@ unsafe fn bend<V: Vector, const TOKENS: usize>(x: V, group: &Scores<'_>, step: u
             x = tanh(x.div(V::splat(cap))).mul(V::splat(cap));
         }
         if !group.slopes.is_null() {
-            let distance = V::load(group.distances).add(V::splat((step * TOKENS) as f32));
+            let distance = if group.has_all_distances {
+                V::load(group.distances.add(step * V::LANES))
+            } else {
+                V::load(group.distances).add(V::splat((step * TOKENS) as f32))
+            };
             x = V::load(group.slopes).mul_add(distance, x);
         }
         x

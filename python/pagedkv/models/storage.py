@@ -1,0 +1,76 @@
+"""How a model's keys and values are stored: their element type in the cache, and what they are divided by there."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagedkv.exceptions import InvalidArgumentError
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+_DTYPES = ("float32", "float16", "bfloat16", *FP8)
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """Element type and scales of a cache.
+
+    Parameters
+    ----------
+    dtype : str
+        Name of the element type.
+    k_scale, v_scale : torch.Tensor, shape (1,), float32, or None
+        What stored keys and values must be multiplied by; None for 1.
+    """
+
+    dtype: str
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+def choose_storage(kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_dtype: str) -> KVStorage:
+    """Return how keys and values are stored, or say which argument can't be.
+
+    Parameters
+    ----------
+    kv_cache_dtype : str or torch.dtype
+        "auto", for the type of the weights, or a type that a cache can have.
+    k_scale, v_scale : float
+        What stored keys and values must be multiplied by; other than 1 in FP8 only.
+    weights_dtype : str
+        Element type of the weights.
+
+    Returns
+    -------
+    KVStorage
+        The choice.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the type is none of a cache, or a scale is no finite number above 0 or stands beside another type than FP8.
+
+    Examples
+    --------
+    >>> choose_storage("auto", 1.0, 1.0, "bfloat16").dtype
+    'bfloat16'
+    >>> choose_storage("float8_e4m3fn", 0.5, 1.0, "bfloat16").k_scale
+    tensor([0.5000])
+    """
+    dtype = str(kv_cache_dtype).removeprefix("torch.")
+    dtype = weights_dtype if dtype == "auto" else dtype
+    if dtype not in _DTYPES:
+        expected = ", ".join(("auto", *_DTYPES))
+        raise InvalidArgumentError(f"kv_cache_dtype: expected one of {expected}, found {kv_cache_dtype!r}")
+    return KVStorage(dtype, _scale("k_scale", k_scale, dtype), _scale("v_scale", v_scale, dtype))
+
+
+def _scale(argument: str, scale: float, dtype: str) -> torch.Tensor | None:
+    if not (math.isfinite(scale) and scale > 0):
+        raise InvalidArgumentError(f"{argument}: expected a finite number above 0, found {scale}")
+    if scale == 1:
+        return None
+    if dtype not in FP8:
+        raise InvalidArgumentError(f"{argument}: expected 1 beside a cache that is not FP8, found {scale} and {dtype}")
+    return torch.tensor([scale], dtype=torch.float32)
