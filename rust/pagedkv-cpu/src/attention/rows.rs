@@ -5,7 +5,6 @@
     clippy::inline_always,
     reason = "a function that is not inlined into one that enables the instructions cannot use them"
 )]
-#![expect(clippy::needless_range_loop, reason = "iterators of two arrays are not inlined into such a function")]
 
 use std::ffi::c_void;
 
@@ -41,7 +40,7 @@ impl Normaliser {
     /// One number for both, where results are rounded to 16 bits: a division takes ten times as long as a product, and its
     /// last bit is lost.
     #[inline(always)]
-    fn factor_of_narrow(&self) -> f32 {
+    fn factor_of_narrow(self) -> f32 {
         self.factor / self.sum
     }
 }
