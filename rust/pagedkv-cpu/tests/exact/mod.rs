@@ -24,7 +24,7 @@ impl<const N: usize> Exact<N> {
     pub(crate) fn of(dtype: DType, shape: [usize; N], bytes: &[u8]) -> Self {
         let mut array = Self::new(dtype, shape);
         assert_eq!(bytes.len(), array.memory.len());
-        array.write_bytes(0, bytes);
+        array.write([0; N], bytes);
         array
     }
 
@@ -32,12 +32,8 @@ impl<const N: usize> Exact<N> {
     pub(crate) fn write(&mut self, index: [usize; N], bytes: &[u8]) {
         let element = index.iter().zip(self.shape).fold(0, |at, (i, n)| at * n + i);
         let start = element * self.dtype.size_bytes();
-        self.write_bytes(start, bytes);
-    }
-
-    fn write_bytes(&mut self, start: usize, bytes: &[u8]) {
-        for (to, byte) in self.memory[start..start + bytes.len()].iter_mut().zip(bytes) {
-            to.write(*byte);
+        for (cell, byte) in self.memory[start..start + bytes.len()].iter_mut().zip(bytes) {
+            cell.write(*byte);
         }
     }
 
