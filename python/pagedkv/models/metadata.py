@@ -132,7 +132,8 @@ class AttentionMetadata:
             The step, for all cache groups.
         """
         arrays = (plan.slot_mapping, kv_cache.block_table, plan.rows, plan.seq_lens, plan.query_start_loc)
-        return cls(kv_cache, *(from_dlpack(array) for array in arrays), k_scale=k_scale, v_scale=v_scale)
+        slots, table, rows, seq_lens, starts = (from_dlpack(array) for array in arrays)
+        return cls(kv_cache, slots, table, rows, seq_lens, starts, k_scale, v_scale)
 
     def attend(
         self,
