@@ -237,17 +237,14 @@ def test_stopwatch_runs_before_it_counts(monkeypatch):
     assert numbers == [0, 1, 2]
 
 
-def test_append_writes_other_positions_when_it_has_been_in_every_layer(small):
+def test_append_has_been_in_every_slot_of_every_layer_when_it_was_everywhere(small):
     shape = table.Shape(num_seqs=2, seq_len=32, num_q_heads=1, num_kv_heads=1, head_dim=8)
-    pool = work.make_pool(shape, 2)
-    append = work.Append(shape, pool, 1)
+    append = work.Append(shape, work.make_pool(shape, 2), 3)
+    append.pool.cache.pool.fill_(torch.nan)
+    assert append.num_places == 2 * 32
     work.go_around(append)
-    assert append.num_places == 64
-    rows = {(0, int(slot)) for slots in append.slots for slot in slots}
-    assert len(rows) == 64
-    k_cache, _ = pool.cache.layer(0)
-    blocks = pool.block_table.long()
-    assert torch.equal(k_cache[blocks][0, 0, 0, 0], append.sources[0, 0, 0, 0])
+    assert torch.equal(append.pool.cache.pool.isnan().all((1, 2, 3, 4, 5)), torch.tensor([True] + 4 * [False]))
+    assert not append.pool.cache.pool[1:].isnan().any()
 
 
 def test_scaling_takes_the_best_of_one_thread_when_others_slow_both_down():

@@ -193,7 +193,7 @@ def append(bench: Bench, line: Line) -> dict[str, Any]:
     """Bytes of keys and values written per second."""
     shape = line.shape
     pool = make_pool(shape.raised(), bench.layers(shape.raised()))
-    work = Append(shape, pool, peers.num_copies(shape.raised().kv_bytes))
+    work = Append(shape, pool, peers.num_sources(shape))
     work.check()
     go_around(work)
     kernels, refused = bench.vllm_turns("append", shape)

@@ -24,6 +24,11 @@ def num_copies(kv_bytes: int) -> int:
     return max(1, math.ceil(CYCLE_BYTES / kv_bytes))
 
 
+def num_sources(shape: Shape) -> int:
+    """Return how many arrays of new keys and values are appended in turn, together more than a cache holds too."""
+    return max(1, math.ceil(CYCLE_BYTES / (shape.num_seqs * shape.num_queries * shape.token_bytes)))
+
+
 def sdpa(shape: Shape, dtype: str) -> Callable[[int], object]:
     """Return torch's attention over keys and values of a shape that lie contiguously, one copy after the other."""
     element = getattr(torch, dtype)
@@ -59,7 +64,8 @@ class VLLM:
     def turns(self, work: str, shape: Shape, count: int) -> tuple[list[Turn], str | None]:
         """Make ready for attention or appending; answer turns, vLLM's own choice first, and why there are none."""
         copies = num_copies(shape.kv_bytes)
-        answer = self._ask({"prepare": work, "copies": copies, **dataclasses.asdict(shape), "q_dtype": shape.q_dtype})
+        counts = {"copies": copies, "sources": num_sources(shape)}
+        answer = self._ask({"prepare": work, **counts, **dataclasses.asdict(shape), "q_dtype": shape.q_dtype})
         return [self._turn(name, count) for name in answer["kernels"]], answer["refused"]
 
     def _turn(self, name: str, count: int) -> Turn:

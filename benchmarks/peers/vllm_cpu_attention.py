@@ -4,8 +4,8 @@ usage: python vllm_cpu_attention.py        in the environment that vllm_env.sh b
 
 It writes {"peer"} when it is ready, then answers lines of JSON:
 
-{"prepare": "attention" or "append", "copies", "num_seqs", "seq_len", "num_q_heads", "num_kv_heads", "head_dim",
- "dtype", "q_dtype", "num_queries", "threads"}     -> {"kernels": [names], "refused": null or why there is none}
+{"prepare": "attention" or "append", "copies", "sources", "num_seqs", "seq_len", "num_q_heads", "num_kv_heads",
+ "head_dim", "dtype", "q_dtype", "num_queries", "threads"} -> {"kernels": [names], "refused": null or why there is none}
 {"run": name, "count": n}                          -> {"samples": [n times in seconds]}
 
 A kernel goes by vLLM's name of an instruction set. The first is the one that vLLM chooses for itself on this machine
@@ -89,12 +89,13 @@ class Layers:
         positions = torch.arange(seq_len % num_queries, seq_len).split(num_queries)
         blocks = self.table.long()
         slots = [(blocks[:, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE).flatten() for p in reversed(positions)]
-        shape = (len(self.layers), 2, len(slots[0]), self.heads, self.head_dim)
+        shape = (sizes["sources"], 2, len(slots[0]), self.heads, self.head_dim)
         sources = torch.randn(shape).to(self.dtype)
 
         def run(number: int) -> None:
             turn, layer = divmod(number, len(self.layers))
-            ops.cpu_attn_reshape_and_cache(*sources[layer], *self.layers[layer], slots[turn % len(slots)], kernel)
+            source, places = sources[number % len(sources)], slots[turn % len(slots)]
+            ops.cpu_attn_reshape_and_cache(*source, *self.layers[layer], places, kernel)
 
         return run
 
