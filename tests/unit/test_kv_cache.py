@@ -48,12 +48,18 @@ def test_memory_has_the_shape_and_bytes_asked_for_when_it_is_made(backend, dtype
     assert cache.block_table.sum() == 0
 
 
+def token_and_scales():
+    """Return a key and a value, which FP8 holds exactly where it is divided by these scales."""
+    k, v = torch.ones(1, 2, 8), torch.tensor([1.5, 100.0])[:, None].repeat(1, 1, 8)
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.0, 50.0])}
+    return k, v, scales
+
+
 @pytest.mark.parametrize("backend", ["torch", "numpy"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_cache_of_fp8_gives_back_values_when_attention_has_the_scales_they_were_written_with(backend, dtype):
     cache = make_cache(dtype, backend=backend)
-    k, v = torch.ones(1, 2, 8), torch.tensor([1.5, 100.0])[:, None].repeat(1, 1, 8)
-    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.0, 50.0])}
+    k, v, scales = token_and_scales()
     cache.append_kv(1, k, v, np.array([9]), **scales)
     attention = pagedkv.PagedAttention(2, 2, 8, 4)
     attention.plan(np.array([[2]], np.int32), np.array([2], np.int32), np.array([0, 1], np.int32))
@@ -65,8 +71,7 @@ def test_cache_of_fp8_gives_back_values_when_attention_has_the_scales_they_were_
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_cache_of_fp8_gathers_numbers_when_out_has_a_type_for_them(backend, dtype):
     cache = make_cache(dtype, backend=backend)
-    k, v = torch.ones(1, 2, 8), torch.tensor([1.5, 100.0])[:, None].repeat(1, 1, 8)
-    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.0, 50.0])}
+    k, v, scales = token_and_scales()
     cache.append_kv(1, k, v, np.array([8]), **scales)
     cache.block_table[0, 0, 0] = 2
     out = torch.empty(2, 1, 2, 8)

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from pagedkv.exceptions import InvalidArgumentError
-
-FP8 = ("float8_e4m3fn", "float8_e5m2")
-_DTYPES = ("float32", "float16", "bfloat16", *FP8)
+from pagedkv.kv_cache.memory import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,8 @@ def choose_storage(kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_
     """
     dtype = str(kv_cache_dtype).removeprefix("torch.")
     dtype = weights_dtype if dtype == "auto" else dtype
-    if dtype not in _DTYPES:
-        expected = ", ".join(("auto", *_DTYPES))
+    if dtype not in ITEM_BYTES:
+        expected = ", ".join(("auto", *ITEM_BYTES))
         raise InvalidArgumentError(f"kv_cache_dtype: expected one of {expected}, found {kv_cache_dtype!r}")
     return KVStorage(dtype, _scale("k_scale", k_scale, dtype), _scale("v_scale", v_scale, dtype))
 
@@ -71,6 +69,6 @@ def _scale(argument: str, scale: float, dtype: str) -> torch.Tensor | None:
         raise InvalidArgumentError(f"{argument}: expected a finite number above 0, found {scale}")
     if scale == 1:
         return None
-    if dtype not in FP8:
+    if ITEM_BYTES[dtype] > 1:
         raise InvalidArgumentError(f"{argument}: expected 1 beside a cache that is not FP8, found {scale} and {dtype}")
     return torch.tensor([scale], dtype=torch.float32)

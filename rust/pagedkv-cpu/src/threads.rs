@@ -38,7 +38,8 @@ pub(crate) fn for_each(threads: usize, work: usize, count: usize, job: impl Fn(u
     (0..count).for_each(job);
 }
 
-/// The workers beside the calling thread of so many threads, or `None` where the system gives no more threads: the caller then works alone.
+/// The workers beside the calling thread, of so many threads in all, or `None` where the system gives no more: the caller
+/// then works alone.
 fn pool(threads: usize) -> Option<Arc<ThreadPool>> {
     let process = std::process::id();
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -9,14 +9,20 @@ mod numbers;
 use exact::Exact;
 use numbers::numbers;
 use pagedkv_cpu::{
-    AttentionOptions, AttentionPlan, AttentionShape, Batch, DType, Isa, Operands, State, TreeMask, merge_states,
-    paged_attention,
+    AttentionOptions, AttentionPlan, AttentionShape, Batch, DType, Isa, Operands, Scales, State, TreeMask, append_kv,
+    merge_states, paged_attention,
 };
 
 const KV_HEADS: usize = 2;
 const CACHED: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2];
 /// Whole vectors of every type and instruction set, parts of them, and both.
 const HEAD_DIMS: [usize; 10] = [8, 16, 24, 40, 64, 72, 104, 128, 264, 512];
+
+#[derive(Clone, Copy, PartialEq)]
+enum Keys {
+    Natural,
+    Packed,
+}
 
 #[derive(Clone, Copy)]
 struct Case {
@@ -34,6 +40,7 @@ struct Case {
     has_numbers_of_heads: bool,
     /// Whether the value of the last token is NaN.
     ends_in_nan: bool,
+    keys: Keys,
     threads: usize,
 }
 
@@ -41,7 +48,8 @@ impl Case {
     /// One query per KV head and token of a sequence that fills its blocks.
     const fn new(cache: DType, head_dim: usize, len: usize, queries: usize) -> Self {
         let q = if cache.is_fp8() { DType::BF16 } else { cache };
-        let (window, soft_cap, has_tree, has_numbers_of_heads, ends_in_nan) = (None, None, false, false, false);
+        let (window, soft_cap) = (None, None);
+        let (has_tree, has_numbers_of_heads, ends_in_nan, keys) = (false, false, false, Keys::Natural);
         let (group, block_size, threads) = (1, if len.is_multiple_of(16) { 16 } else { 1 }, 1);
         Self {
             q,
@@ -56,6 +64,7 @@ impl Case {
             has_tree,
             has_numbers_of_heads,
             ends_in_nan,
+            keys,
             threads,
         }
     }
@@ -87,6 +96,20 @@ impl Case {
         layer
     }
 
+    /// The same keys, packed.
+    fn packed_keys(&self, seed: u32) -> Exact<4> {
+        let shape = [self.num_blocks(), KV_HEADS, self.block_size, self.head_dim];
+        let (mut keys, mut values) = (Exact::new(self.cache, shape), Exact::new(self.cache, shape));
+        let rows = [self.len, KV_HEADS, self.head_dim];
+        let mut tokens = Exact::of(self.cache, rows, &numbers(self.cache, rows.iter().product(), seed));
+        let table = self.table();
+        let slot = |token| i64::from(table[token / self.block_size]) * self.block_size as i64;
+        let slots: Vec<i64> = (0..self.len).map(|token| slot(token) + (token % self.block_size) as i64).collect();
+        let (tokens, cache) = (tokens.view(), keys.view().packed());
+        append_kv(&tokens, &tokens, &cache, &values.view(), &slots, &Scales::default(), 1).unwrap();
+        keys
+    }
+
     /// A binary tree: each query sees itself and the queries above it.
     fn tree(&self) -> Vec<u8> {
         let row_bytes = self.queries.div_ceil(64) * 8;
@@ -113,7 +136,9 @@ impl Case {
         let mut of_heads = [3, 4].map(|seed| Exact::of(DType::F32, [heads], &numbers(DType::F32, heads, seed)));
         let mut scales = [1, KV_HEADS].map(|n| Exact::of(DType::F32, [n], &numbers(DType::F32, n, 5)));
         let [k_cache, v_cache] = &mut layers;
-        let mut operands = Operands::new(q.view(), k_cache.view(), v_cache.view(), out.view());
+        let mut packed = (self.keys == Keys::Packed).then(|| self.packed_keys(1));
+        let keys = packed.as_mut().map_or_else(|| k_cache.view(), |keys| keys.view().packed());
+        let mut operands = Operands::new(q.view(), keys, v_cache.view(), out.view());
         operands.lse = Some(lse.view());
         if self.has_numbers_of_heads {
             operands.sinks = Some(of_heads[0].view());
@@ -141,7 +166,7 @@ impl Case {
 
     /// Every number is used here, and every instruction set runs.
     fn check(&self) {
-        let plain = self.attend(Isa::Scalar);
+        let plain = Self { keys: Keys::Natural, ..*self }.attend(Isa::Scalar);
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
             for (a, b) in plain.iter().zip(self.attend(isa)) {
                 assert!((a - b).abs() < 3e-2 || a.is_nan() && b.is_nan(), "{b} of {} is not {a}", isa.name());
@@ -255,6 +280,20 @@ fn float32_queries_read_every_type_of_cache() {
     for cache in CACHED {
         for queries in [2, 40] {
             Case { q: DType::F32, ..Case::new(cache, 40, 48, queries) }.check();
+        }
+    }
+}
+
+#[test]
+fn packed_keys_are_read_as_far_as_their_groups_go() {
+    for cache in CACHED {
+        for head_dim in HEAD_DIMS {
+            for (len, queries) in [(33, 1), (48, 5), (70, 3), (144, 48)] {
+                let sizes =
+                    Case { keys: Keys::Packed, group: 3, block_size: 16, ..Case::new(cache, head_dim, len, queries) };
+                sizes.check();
+                Case { block_size: 48, window: Some(21), ..sizes }.check();
+            }
         }
     }
 }

@@ -86,7 +86,7 @@ with_instructions! {
 }
 
 with_instructions! {
-    /// Copies each `lanes` cells of a row to a place `step` cells behind the last one; there are 8 or 16 lanes.
+    /// Copies each `lanes` cells of a row to a place `step` cells behind the last one; there are 1, 8 or 16 lanes.
     ///
     /// # Safety
     ///
@@ -248,6 +248,52 @@ unsafe fn spread_lanes<const LANES: usize>(row: &[f32], step: usize, to: &mut [f
         unsafe {
             let cells = row.as_ptr().add(vector * LANES).cast::<[f32; LANES]>().read_unaligned();
             to.as_mut_ptr().add(vector * step).cast::<[f32; LANES]>().write_unaligned(cells);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::convert::load;
+
+    /// Numbers that every type holds exactly.
+    fn numbers(len: usize) -> Vec<f32> {
+        (0..len).map(|i| (i % 97) as f32 - 40.0).collect()
+    }
+
+    fn stored(bytes: &mut [u32], dtype: DType, len: usize) -> Stored {
+        Stored { data: bytes.as_mut_ptr().cast(), dtype, len }
+    }
+
+    #[test]
+    fn elements_go_to_their_cells_and_come_back() {
+        let orders = [Cells::Natural, Cells::EvensFirst(8), Cells::EvensFirst(16), Cells::EvensFirst(32)];
+        let isas = || Isa::ALL.into_iter().filter(|isa| isa.is_available());
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for len in [8, 40, 64, 136, 512] {
+                for (order, isa) in orders.into_iter().flat_map(|order| isas().map(move |isa| (order, isa))) {
+                    let (mut bytes, mut written) = (vec![0_u32; len], vec![0_u32; len]);
+                    let row = stored(&mut bytes, dtype, len);
+                    let padded = len.next_multiple_of(64);
+                    let mut cells = vec![f32::NAN; padded];
+                    let mut back = vec![0_f32; len];
+                    // SAFETY: the vectors have room for the row, and the set is available.
+                    unsafe {
+                        store(dtype, &numbers(len), row.data);
+                        pack(isa, row, order, &mut cells);
+                        let by = Normaliser { factor: 3.0, sum: 2.0 };
+                        let row = stored(&mut written, dtype, len);
+                        finish(isa, &cells, order, by, row);
+                        load(dtype, row.data, &mut back);
+                    }
+                    let of_cell = |cell| numbers(len).get(order.element(cell)).copied().unwrap_or(0.0);
+                    let wanted: Vec<f32> = (0..padded).map(of_cell).collect();
+                    assert_eq!(cells, wanted, "{dtype:?} {len} {order:?} {isa:?}");
+                    let wanted: Vec<f32> = numbers(len).iter().map(|x| 1.5 * x).collect();
+                    assert_eq!(back, wanted, "{dtype:?} {len} {order:?} {isa:?}");
+                }
+            }
         }
     }
 }

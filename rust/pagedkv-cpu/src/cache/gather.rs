@@ -136,11 +136,11 @@ fn gather_one(cache: &View<4>, out: &View<3>, scale: Option<&View<1>>, pieces: &
     let [num_tokens, num_heads, head_dim] = out.shape();
     let work = num_tokens * num_heads * head_dim;
     threads::for_each(threads, work, pieces.len(), |index| {
-        let mut row = vec![0_f32; head_dim];
+        let (mut row, mut packed) = (vec![0_f32; head_dim], Vec::new());
         for head in 0..num_heads {
             let factor = scale.map_or(1.0, |scale| read_scale(scale, head));
             if cache.is_packed() {
-                gather_packed(cache, out, (head, factor), &pieces[index], &mut row);
+                gather_packed(cache, out, (head, factor), &pieces[index], (&mut row, &mut packed));
                 continue;
             }
             let Piece { block, token, len } = pieces[index];
@@ -153,10 +153,17 @@ fn gather_one(cache: &View<4>, out: &View<3>, scale: Option<&View<1>>, pieces: &
     });
 }
 
-fn gather_packed(cache: &View<4>, out: &View<3>, (head, factor): (usize, f32), piece: &Piece, row: &mut [f32]) {
+/// Writes the rows of a head in a piece, times a factor; the last two are room for one row and for a group of packed ones.
+fn gather_packed(
+    cache: &View<4>,
+    out: &View<3>,
+    (head, factor): (usize, f32),
+    piece: &Piece,
+    (row, rows): (&mut [f32], &mut Vec<u32>),
+) {
     let keys = PackedKeys::new(cache.dtype(), row.len());
     let words = keys.row_bytes() / 4;
-    let mut rows = vec![0_u32; GROUP_TOKENS * words];
+    rows.resize(GROUP_TOKENS * words, 0);
     let block = cache.at([piece.block as usize, head, 0, 0]).cast::<u8>();
     for offset in (0..piece.len).step_by(GROUP_TOKENS) {
         let count = PackedKeys::run_len(offset, piece.len - offset);

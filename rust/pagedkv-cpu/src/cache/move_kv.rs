@@ -13,8 +13,8 @@ use crate::view::View;
 ///
 /// # Errors
 ///
-/// Slots outside the pool, a destination that comes twice, rows that are neither contiguous nor packed, and a pool whose elements
-/// overlap; nothing is written then.
+/// Slots outside the pool, a destination that comes twice, rows that are neither contiguous nor packed, and a pool whose
+/// elements overlap; nothing is written then.
 ///
 /// # Complexity
 ///

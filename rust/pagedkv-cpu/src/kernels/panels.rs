@@ -10,7 +10,8 @@ use crate::simd::{Bf16Dot, Element, Vector};
 
 /// What to lay out, and where.
 pub(crate) struct Panel {
-    /// Where each token's row, or its first cell in packed keys, lies; for keys, the last token's is repeated up to a whole vector of tokens.
+    /// Where each token's row, or its first cell in packed keys, lies; for keys, the last token's is repeated up to a whole
+    /// vector of tokens.
     pub(crate) rows: *const *const u8,
     /// Tokens.
     pub(crate) len: usize,
