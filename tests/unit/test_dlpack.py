@@ -2,6 +2,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -77,12 +78,16 @@ class DLManagedTensor(ctypes.Structure):
 class HandMade:
     """A producer of float32 counted from 0, without strides, whose header says what the test wants it to say."""
 
+    # What a header points at must outlive the tensors that were made from it, however long those live.
+    kept: ClassVar[list["HandMade"]] = []
+
     def __init__(self, shape, device=(CPU, 0), bits=32, byte_offset=0):
         self.deleted = 0
         self.data = np.arange(64, dtype=np.float32)
         self.shape = (ctypes.c_int64 * len(shape))(*shape)
         header = DLTensor(self.data.ctypes.data, *device, len(shape), 2, bits, 1, self.shape, None, byte_offset)
         self.managed = DLManagedTensor(header, None, DELETER(self.count))
+        self.kept.append(self)
 
     def count(self, _):
         self.deleted += 1
