@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = [
+    "HEAD_DIM_STEP",
+    "PACKED_TOKENS",
     "AllBlocksCleared",
     "AllocatedSlots",
     "AttentionPlan",
@@ -818,6 +820,9 @@ class Scheduler(_PrefixCache):
     def request_stats(self, handle: int) -> RequestStats: ...
 
 # Arrays of other libraries, and the operations of the CPU.
+
+HEAD_DIM_STEP: int
+PACKED_TOKENS: int
 
 @final
 class Tensor:

@@ -11,10 +11,6 @@ from pagedkv.kv_cache.memory import ITEM_BYTES
 if TYPE_CHECKING:
     from pagedkv.kv_cache.groups import CacheGroup
 
-# Tokens that packed keys have side by side, and what attention takes of `head_dim` at least.
-_PACKED_TOKENS = 16
-_PACKED_ELEMENTS = 8
-
 
 def integer(argument: str, found: Any) -> int:
     """Return an integer, or say which argument is none."""
@@ -68,7 +64,7 @@ def check_packed(groups: Sequence["CacheGroup"], pool: Any) -> None:
     if pool is not None:
         raise UnsupportedError("pool: expected none, because only memory that KVCache makes has packed keys, found one")
     for group in groups:
-        for name, unit in (("block_size", _PACKED_TOKENS), ("head_dim", _PACKED_ELEMENTS)):
+        for name, unit in (("block_size", _core.PACKED_TOKENS), ("head_dim", _core.HEAD_DIM_STEP)):
             found = getattr(group, name)
             if found % unit:
                 raise InvalidArgumentError(

@@ -1,5 +1,6 @@
 //! Dimensions bound by name across the arguments of one call, so that a mismatch can name both sides.
 
+use crate::attention::HEAD_DIM_STEP;
 use crate::error::{Error, Result};
 use crate::packed_keys::GROUP_TOKENS;
 use crate::view::{DType, View};
@@ -132,10 +133,12 @@ pub(crate) fn check_keys<const N: usize>(argument: &'static str, view: &View<N>)
     let ([.., block_size, head_dim], [.., token_stride, stride]) = (&view.shape()[..], &view.strides()[..]) else {
         panic!("broken law: packed keys of {N} dimensions");
     };
-    if !block_size.is_multiple_of(GROUP_TOKENS) || !head_dim.is_multiple_of(8) || *head_dim == 0 {
+    if !block_size.is_multiple_of(GROUP_TOKENS) || !head_dim.is_multiple_of(HEAD_DIM_STEP) || *head_dim == 0 {
         return Err(Error::Shape {
             argument,
-            expected: format!("(..., a multiple of {GROUP_TOKENS}, a multiple of 8), because keys are packed"),
+            expected: format!(
+                "(..., a multiple of {GROUP_TOKENS}, a multiple of {HEAD_DIM_STEP}), because keys are packed"
+            ),
             found: shape_text(&view.shape()),
         });
     }

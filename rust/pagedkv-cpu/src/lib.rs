@@ -42,7 +42,8 @@ mod threads;
 mod view;
 
 pub use attention::{
-    AttentionOptions, AttentionPlan, AttentionShape, Batch, Operands, State, TreeMask, merge_states, paged_attention,
+    AttentionOptions, AttentionPlan, AttentionShape, Batch, HEAD_DIM_STEP, Operands, State, TreeMask, merge_states,
+    paged_attention,
 };
 pub use cache::{
     Scales, append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table,
@@ -50,4 +51,5 @@ pub use cache::{
 pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
 pub use error::{Error, Result};
 pub use isa::{ISA_VARIABLE, Isa};
+pub use packed_keys::GROUP_TOKENS as PACKED_TOKENS;
 pub use view::{DType, Integer, View, are_distinct, extent};

@@ -6,8 +6,8 @@
 
 use crate::view::DType;
 
-/// Tokens that lie side by side.
-pub(crate) const GROUP_TOKENS: usize = 16;
+/// Tokens that lie side by side in packed keys, of which blocks have whole groups.
+pub const GROUP_TOKENS: usize = 16;
 
 /// Elements of a token that lie together.
 pub(crate) const fn cell_elements(dtype: DType) -> usize {

@@ -36,6 +36,11 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    const HEAD_DIM_STEP: usize = pagedkv_cpu::HEAD_DIM_STEP;
+    #[pymodule_export]
+    const PACKED_TOKENS: usize = pagedkv_cpu::PACKED_TOKENS;
+
+    #[pymodule_export]
     use crate::attention_plan::AttentionPlan;
     #[pymodule_export]
     use crate::chain_hash::chain_hashes;

@@ -38,7 +38,7 @@ use call::{Call, Path, Workspace};
 use plan::Plan;
 
 /// `head_dim` is a multiple of this.
-const HEAD_DIM_STEP: usize = 8;
+pub const HEAD_DIM_STEP: usize = 8;
 const MAX_HEAD_DIM: usize = 512;
 
 /// The arrays of one attention call.
