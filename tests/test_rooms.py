@@ -146,6 +146,11 @@ def test_cuda_file_includes_only_own_headers(path):
     assert [name for quote, name in included if quote == "<" or name not in headers] == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "cuda").glob("*.cu")), ids=lambda path: path.name)
+def test_kernel_has_one_text_for_gpu_and_host(path):
+    assert re.findall(r"^\s*#\s*(?:if|el|asm).*|\basm\b.*", path.read_text(), re.MULTILINE) == []
+
+
 def test_import_pagedkv_loads_no_array_library_but_numpy():
     program = "import sys, pagedkv; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

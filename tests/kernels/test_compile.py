@@ -72,7 +72,7 @@ def test_cubin_comes_from_disk_when_nothing_changed(cache):
     assert sorted(path.suffix for path in written) == [".cubin", ".log"]
 
 
-@pytest.mark.parametrize("file", ["append_kv.cu", "include/paged_kv.cuh", "include/device.cuh"])
+@pytest.mark.parametrize("file", ["append_kv.cu", "include/paged_kv.cuh", "include/device.cuh", "include/ptx.cuh"])
 @pytest.mark.usefixtures("compiler")
 def test_kernel_is_compiled_anew_when_source_or_header_changed(sources, file):
     before = kernels.compile_kernel("append_kv", "sm_80", BFLOAT16, sources=sources)
