@@ -41,9 +41,7 @@ def build_kernel(
     files = _edited(_sources(name, source_folder() if sources is None else sources), edits)
     sanitizers = ASAN if asan else UBSAN
     defines = [f"-D{macro}={value}" for macro, value in sorted((macros or {}).items())]
-    options = [*KERNEL_OPTIONS, *sanitizers, *defines, f'-DPKV_KERNEL="{name}.cu"', f"-DPKV_ENTRY={name}"]
-    files["entry.cpp"] = (HERE / "entry.cpp").read_text()
-    files["interface.h"] = (RUNTIME / "interface.h").read_text()
+    options = [*KERNEL_OPTIONS, *sanitizers, *defines, *_entry(name)]
     runtime = build_runtime()
     folder = CACHE / f"{name}-{_key(files, options, runtime.name)}"
     library = folder / "kernel.so"
@@ -77,10 +75,14 @@ def build_runtime() -> Path:
 
 
 def _sources(name, folder):
-    """Return the kernel and its headers by file name: those of the host take the place of the device's."""
-    files = {path.name: path.read_text() for path in sorted((folder / "include").glob("*.cuh"))}
-    files |= {path.name: path.read_text() for path in sorted((HERE / "include").glob("*.cuh"))}
-    return files | {f"{name}.cu": (folder / f"{name}.cu").read_text()}
+    """Return the kernel and its headers by file name."""
+    headers = [*(source_folder() / "include").glob("*.cuh"), *(HERE / "include").glob("*.cuh"), *RUNTIME.glob("*.h")]
+    headers += [HERE / "entry.cpp", folder / f"{name}.cu"]
+    return {path.name: path.read_text() for path in sorted(headers)}
+
+
+def _entry(name):
+    return [f'-DPKV_KERNEL="{name}.cu"', f"-DPKV_ENTRY={name}", '-DPKV_HOST="host.cuh"']
 
 
 def _edited(files, edits):

@@ -36,7 +36,9 @@ class Memory:
         if not address:
             raise MemoryError(f"no room for {name}, {num_bytes} bytes")
         self.regions.append(Region(name, address, num_bytes, writable))
-        return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        buffer.owner = self  # nothing is released while an array is in use
+        return np.frombuffer(buffer, np.uint8)
 
     def place(self, name, tensor, *, writable=False):
         """Return a copy of a torch tensor, gaps between its elements included."""

@@ -40,7 +40,7 @@ u32 vote(bool value, Site site);  // a bit per lane
 struct Words { u32 word[4]; };
 struct Floats { float value[4]; };
 enum class Half { kF16, kBF16 };
-Words load_matrices(u32 shared_offset, int matrices, bool transposed, Site site);
+Words load_matrices(u32 shared_offset, bool transposed, Site site);  // four of them
 Floats multiply(Half type, Floats sum, Words a, u32 b0, u32 b1, Site site);
 
 // A finding of the vocabulary itself.

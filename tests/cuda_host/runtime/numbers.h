@@ -15,6 +15,8 @@ To bits_as(From from) {
   return to;
 }
 
+inline float flush(float value) { return std::fabs(value) < 0x1p-126f ? std::copysign(0.f, value) : value; }
+
 inline float from_bf16(u16 bits) { return bits_as<float>(static_cast<u32>(bits) << 16); }
 inline u16 to_bf16(float value) {
   const u32 bits = bits_as<u32>(value);

@@ -12,9 +12,9 @@ constexpr u32 kBankGroups = 8;  // of 16 bytes: the 32 banks of 4 bytes
 constexpr u32 kRowBytes = 16;
 
 // A matrix has 8 rows of 16 bytes; lanes 8 i to 8 i + 7 brought the addresses of matrix i.
-void load(Warp& warp, int matrices, bool transposed) {
+void load(Warp& warp, bool transposed) {
   state.counts.matrix_loads++;
-  for (int i = 0; i < matrices; i++) {
+  for (int i = 0; i < 4; i++) {
     u32 of_group[kBankGroups] = {};
     for (u32 row = 0; row < 8; row++) of_group[warp.in[i * 8 + row][0] / kRowBytes % kBankGroups]++;
     state.counts.bank_conflicts += *std::max_element(of_group, of_group + kBankGroups) - 1;
@@ -55,13 +55,13 @@ void multiply_warp(Warp& warp) {
 
 }  // namespace
 
-Words load_matrices(u32 shared_offset, int matrices, bool transposed, Site site) {
+Words load_matrices(u32 shared_offset, bool transposed, Site site) {
   Fiber& fiber = this_fiber();
   Warp& warp = warp_of(fiber);
   const u32 lane = fiber.thread % 32;
-  if (lane < 8u * matrices) shared_at(shared_offset, kRowBytes, Access::kRead, site);  // other lanes' are not looked at
+  shared_at(shared_offset, kRowBytes, Access::kRead, site);
   warp.in[lane][0] = shared_offset;
-  meet(Meeting::kLoadMatrices, site, [=](Warp& warp) { load(warp, matrices, transposed); });
+  meet(Meeting::kLoadMatrices, site, [=](Warp& warp) { load(warp, transposed); });
   Words words;
   memcpy(&words, warp.out[lane], sizeof words);
   return words;
