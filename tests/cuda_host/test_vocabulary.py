@@ -84,7 +84,9 @@ def test_load_matrices_gives_lanes_the_elements_that_the_ptx_manual_says(apply, 
 def test_pack_rounds_two_floats_to_nearest_even(apply, function, dtype):
     pairs = random_floats(2)
     want = torch.from_numpy(pairs).to(dtype)
-    got = torch.from_numpy(apply(function, pairs.view(np.uint32))[:, 0].copy().view(np.int16).reshape(32, 2)).view(dtype)
+    got = torch.from_numpy(apply(function, pairs.view(np.uint32))[:, 0].copy().view(np.int16).reshape(32, 2)).view(
+        dtype
+    )
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
 

@@ -4,7 +4,8 @@
 """
 
 from host_device.build import build_kernel, missing_tools
+from host_device.device import HostDevice
 from host_device.launch import KernelFault, Launched, launch
 from host_device.memory import Memory
 
-__all__ = ["KernelFault", "Launched", "Memory", "build_kernel", "launch", "missing_tools"]
+__all__ = ["HostDevice", "KernelFault", "Launched", "Memory", "build_kernel", "launch", "missing_tools"]

@@ -38,7 +38,7 @@ def build_kernel(
 
     An edit is a text of the kernel's file or of a header, and what takes its place; it must stand there once.
     """
-    files = _edited(_sources(name, source_folder() if sources is None else sources), edits)
+    files = _edited(read_sources(name, sources), edits)
     sanitizers = ASAN if asan else UBSAN
     defines = [f"-D{macro}={value}" for macro, value in sorted((macros or {}).items())]
     options = [*KERNEL_OPTIONS, *sanitizers, *defines, *_entry(name)]
@@ -74,8 +74,12 @@ def build_runtime() -> Path:
     return whole
 
 
-def _sources(name, folder):
-    """Return the kernel and its headers by file name."""
+def read_sources(name, folder=None):
+    """Return the texts of a kernel, of its headers and of what they are compiled with, by file name.
+
+    The kernel's folder is `cuda/` unless another one is given; the headers are always those of `cuda/include/`.
+    """
+    folder = source_folder() if folder is None else folder
     headers = [*(source_folder() / "include").glob("*.cuh"), *(HERE / "include").glob("*.cuh"), *RUNTIME.glob("*.h")]
     headers += [HERE / "entry.cpp", folder / f"{name}.cu"]
     return {path.name: path.read_text() for path in sorted(headers)}

@@ -28,13 +28,20 @@ class Memory:
     def __init__(self):
         self.regions = []
         self._library = _reserving()
-        weakref.finalize(self, _release, self._library, self.regions)
+        self._reserved = []
+        weakref.finalize(self, _release, self._library, self._reserved)
 
-    def reserve(self, name, num_bytes, *, writable=False):
-        """Return a new uint8 array of zeros, which costs memory where it is touched."""
-        address = self._library.pkv_reserve(max(num_bytes, 1))
-        if not address:
+    def reserve(self, name, num_bytes, *, writable=False, lead=0):
+        """Return a new uint8 array of zeros, which costs memory where it is touched.
+
+        It begins `lead` bytes behind a multiple of 256.
+        """
+        whole = max(num_bytes + lead, 1)
+        start = self._library.pkv_reserve(whole)
+        if not start:
             raise MemoryError(f"no room for {name}, {num_bytes} bytes")
+        self._reserved.append((start, whole))
+        address = start + lead
         self.regions.append(Region(name, address, num_bytes, writable))
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
         buffer.owner = self  # nothing is released while an array is in use
@@ -42,17 +49,45 @@ class Memory:
 
     def place(self, name, tensor, *, writable=False):
         """Return a copy of a torch tensor, gaps between its elements included."""
+        return self.place_all({name: tensor}, writable={name} if writable else ())[name]
+
+    def place_all(self, tensors, *, writable=()):
+        """Return copies of torch tensors by name, in which those that share memory still do.
+
+        What shares memory is one region, from the first to the last element of any of them.
+        """
+        by_storage = {}
+        for name, tensor in tensors.items():
+            key = tensor.untyped_storage().data_ptr() or name
+            by_storage.setdefault(key, {})[name] = tensor
+        copies = {}
+        for views in by_storage.values():
+            copies |= self._place_together(views, writable=not views.keys().isdisjoint(writable))
+        return {name: copies[name] for name in tensors}
+
+    def _place_together(self, views, *, writable):
         import torch
 
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        num_bytes = (reach if tensor.numel() else 0) * tensor.element_size()
-        if not num_bytes:
-            self.reserve(name, 0, writable=writable)
-            return tensor.clone()
-        flat = torch.from_numpy(self.reserve(name, num_bytes, writable=writable)).view(tensor.dtype)
-        source = tensor.as_strided((reach,), (1,))
-        flat.copy_(source)
-        return flat.as_strided(tensor.shape, tensor.stride())
+        extents = [_extent(tensor) for tensor in views.values()]
+        first, last = min(start for start, _ in extents), max(end for _, end in extents)
+        # At the same place in 256 bytes as before, for alignment decides how kernels read.
+        lead = first % 256
+        memory = self.reserve("+".join(views), last - first, writable=writable, lead=lead)
+        flat = torch.from_numpy(memory)
+        storage = next(iter(views.values())).untyped_storage()
+        flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage)[first:last])
+        copies = {}
+        for (name, tensor), (start, end) in zip(views.items(), extents, strict=True):
+            part = flat[start - first : end - first].view(tensor.dtype)
+            copies[name] = part.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor.clone()
+        return copies
+
+
+def _extent(tensor):
+    """Return where a tensor begins and ends in its storage, in bytes."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.storage_offset() * tensor.element_size()
+    return start, start + (reach * tensor.element_size() if tensor.numel() else 0)
 
 
 def _reserving():
@@ -66,6 +101,6 @@ def _reserving():
     return loaded
 
 
-def _release(library, regions):
-    for region in regions:
-        library.pkv_release(region.address, max(region.num_bytes, 1))
+def _release(library, reserved):
+    for address, num_bytes in reserved:
+        library.pkv_release(address, num_bytes)

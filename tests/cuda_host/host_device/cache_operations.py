@@ -1,0 +1,90 @@
+"""The cache operations of the package, computed by the kernels of `cuda/`."""
+
+from host_device.device import widest_vector
+
+
+def layout(cache):
+    """Return the strides of one layer's keys or values: of a block, a head and a slot."""
+    block, head, slot, _ = cache.stride()
+    return block, head, slot
+
+
+def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
+    """Write keys and values of new tokens into their slots."""
+    num_tokens, num_kv_heads, head_dim = k.shape
+    tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
+    width = widest_vector(k_cache, v_cache, k, v)
+    device.run(
+        "append_kv",
+        "AppendKVParams",
+        {"PKV_ELEMENT_BYTES": k_cache.element_size(), "PKV_VECTOR_BYTES": width},
+        tensors,
+        {
+            "num_tokens": num_tokens,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "block_size": k_cache.shape[2],
+            "k_layout": layout(k_cache),
+            "v_layout": layout(v_cache),
+            "key_token_stride": k.stride(0),
+            "key_head_stride": k.stride(1),
+            "value_token_stride": v.stride(0),
+            "value_head_stride": v.stride(1),
+        },
+        writable={"k_cache", "v_cache"},
+        grid=max(num_tokens, 1),
+        threads=128,
+    )
+
+
+def copy_blocks(device, pool, pairs):
+    """Copy whole blocks over all layers of a pool whose blocks are one span, or one per layer."""
+    num_layers = pool.shape[1]
+    whole = pool[0].is_contiguous()
+    span_size = pool[0].numel() if whole else pool[0, 0].numel()
+    num_spans = 1 if whole else num_layers
+    width = next(w for w in (16, 8, pool.element_size()) if span_size * pool.element_size() % w == 0)
+    chunks = -(-span_size * pool.element_size() // (width * 256 * 8))
+    device.run(
+        "copy_blocks",
+        "CopyBlocksParams",
+        {"PKV_ELEMENT_BYTES": pool.element_size(), "PKV_VECTOR_BYTES": width},
+        {"cache": pool, "copies": pairs},
+        {
+            "span_size": span_size,
+            "num_copies": len(pairs),
+            "num_spans": num_spans,
+            "block_stride": pool.stride(0),
+            "span_stride": pool.stride(1),
+        },
+        writable={"cache"},
+        grid=max(len(pairs) * num_spans * chunks, 1),
+        threads=256,
+    )
+
+
+def move_kv(device, pool, slot_moves, group=0):
+    """Move single tokens over all layers."""
+    _, num_layers, sides, num_kv_heads, block_size, head_dim = pool.shape
+    width = widest_vector(pool)
+    vectors = num_layers * sides * num_kv_heads * head_dim * pool.element_size() // width
+    device.run(
+        "move_kv",
+        "MoveKVParams",
+        {"PKV_ELEMENT_BYTES": pool.element_size(), "PKV_VECTOR_BYTES": width},
+        {"cache": pool, "slot_moves": slot_moves},
+        {
+            "num_moves": len(slot_moves),
+            "group": group,
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "block_size": block_size,
+            "head_dim": head_dim,
+            "layout": layout(pool[:, 0, 0]),
+            "layer_stride": pool.stride(1),
+            "side_stride": pool.stride(2),
+        },
+        writable={"cache"},
+        grid=-(-vectors // 128),
+        threads=128,
+    )

@@ -1,0 +1,74 @@
+"""A device that is the host: tensors go to memory of their own, a kernel runs, what it may write comes back."""
+
+import math
+
+from host_device.build import build_kernel
+from host_device.launch import launch
+from host_device.memory import Memory
+from host_device.structs import pack, struct_of
+
+
+class HostDevice:
+    """How kernels are compiled and run.
+
+    Parameters
+    ----------
+    seed, schedule, count
+        As for `launch`.
+    edits : sequence of pairs of str
+        What to change in the sources, as for `build_kernel`.
+    asan : bool
+        Whether kernels are compiled with AddressSanitizer, for a process that runs under it.
+    macros : dict
+        Macros beside those of the variant.
+
+    Attributes
+    ----------
+    launched : list of (str, Launched)
+        Every kernel that ran, and what it did.
+    """
+
+    def __init__(self, *, seed=1, schedule="uniform", count=False, edits=(), asan=False, macros=None):
+        self.launched = []
+        self._how = {"seed": seed, "schedule": schedule, "count": count}
+        self._build = {"edits": edits, "asan": asan}
+        self._macros = macros or {}
+
+    def run(self, kernel, struct, macros, tensors, values, *, writable, grid, threads, shared_bytes=0):
+        """Run a kernel.
+
+        Parameters
+        ----------
+        kernel, struct : str
+            The kernel, and the name of its parameter struct.
+        macros : dict
+            The variant.
+        tensors : dict of str to tensor or None
+            The parameters that are pointers, by name; None is a null pointer.
+        values : dict
+            The other parameters.
+        writable : set of str
+            The tensors that the kernel may write.
+        grid, threads, shared_bytes : int
+            The launch.
+        """
+        library = build_kernel(kernel, self._macros | macros, **self._build)
+        memory = Memory()
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        placed = memory.place_all(given, writable=writable)
+        addresses = {name: placed[name].data_ptr() if name in placed else 0 for name in tensors}
+        params = pack(struct_of(kernel, struct), addresses | values)
+        done = launch(library, params, (grid,), threads, shared_bytes, memory, **self._how)
+        self.launched.append((kernel, done))
+        for name in writable & given.keys():
+            given[name].copy_(placed[name])
+
+
+def widest_vector(*tensors):
+    """Return the bytes, 16 or 8 or an element, that divide the address and all strides of all tensors."""
+    sizes = [tensor.element_size() for tensor in tensors]
+    whole = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
+    for tensor, size in zip(tensors, sizes, strict=True):
+        whole += [stride * size for stride in tensor.stride()[:-1]] + [tensor.shape[-1] * size]
+    widest = math.gcd(*whole)
+    return next(width for width in (16, 8, max(sizes)) if widest % width == 0)

@@ -1,0 +1,41 @@
+"""The structs of a kernel's sources, as NumPy sees them: read from the text, so that nobody writes them twice."""
+
+import re
+
+import numpy as np
+
+from host_device.build import read_sources
+
+SCALARS = {"i32": "i4", "u32": "u4", "float": "f4", "i64": "i8", "u64": "u8", "u8": "u1", "u16": "u2"}
+COMMENT = re.compile(r"//[^\n]*")
+STRUCT = re.compile(r"^struct (\w+) \{$(.*?)^\};$", re.MULTILINE | re.DOTALL)
+FIELD = re.compile(r"^  (G<[^>]*>|\w+) (\w+(?:, \w+)*);$", re.MULTILINE)
+
+
+def struct_of(kernel, name, *, sources=None):
+    """Return the dtype of a struct that a kernel's file or one of its headers defines."""
+    texts = read_sources(kernel, sources)
+    bodies = {}
+    for text in texts.values():
+        bodies |= {
+            found[1]: found[2] for found in STRUCT.finditer(re.sub(r" *$", "", COMMENT.sub("", text), flags=re.M))
+        }
+    return _dtype(name, bodies)
+
+
+def pack(dtype, values):
+    """Return the bytes of a struct; every field has a value, and nothing else has one."""
+    if set(values) != set(dtype.names):
+        raise ValueError(f"fields without a value or unknown: {sorted(set(values) ^ set(dtype.names))}")
+    packed = np.zeros((), dtype)
+    for name, value in values.items():
+        packed[name] = tuple(value) if isinstance(value, list | tuple) else value
+    return packed.tobytes()
+
+
+def _dtype(name, bodies):
+    fields = []
+    for kind, names in FIELD.findall(bodies[name]):
+        of_field = "u8" if kind.startswith("G<") else SCALARS.get(kind) or _dtype(kind, bodies)
+        fields += [(field, of_field) for field in names.split(", ")]
+    return np.dtype(fields, align=True)
