@@ -51,3 +51,8 @@ template <> struct Vector<16> { using type = u32x4; };
 #else
 #include "ptx.cuh"
 #endif
+
+template <class T>
+PKV_DEV G<const T> read_only(G<T> pointer) {
+  return {pointer.address};
+}

@@ -4,21 +4,14 @@ import dataclasses
 import os
 import shutil
 import sys
-from itertools import product
 
 import pytest
 
 from pagedkv.kernels import compile as kernels
 from pagedkv.kernels import nvrtc
+from pagedkv.kernels.variants import VARIANTS
 
 ARCHITECTURES = ("sm_80", "sm_90a")
-WIDTHS = [
-    {"PKV_ELEMENT_BYTES": element, "PKV_VECTOR_BYTES": vector}
-    for element, vector in product((1, 2, 4), (1, 2, 4, 8, 16))
-    if vector in (element, 8, 16)
-]
-VARIANTS = {"append_kv": WIDTHS, "copy_blocks": WIDTHS, "move_kv": WIDTHS}
-REGISTERS = {"append_kv": 64, "copy_blocks": 64, "move_kv": 80}  # so that 1,024 or 768 threads fit
 BFLOAT16 = {"PKV_ELEMENT_BYTES": 2, "PKV_VECTOR_BYTES": 16}
 
 
@@ -42,23 +35,20 @@ def sources(tmp_path):
     return shutil.copytree(kernels.source_folder(), tmp_path / "cuda")
 
 
-def test_table_of_variants_names_every_kernel():
-    assert set(VARIANTS) == set(REGISTERS) == set(kernels.kernel_names())
+def test_table_of_variants_names_every_kernel_and_is_short():
+    assert {variant.kernel for variant in VARIANTS} == set(kernels.kernel_names())
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS) <= 120
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
-    ("name", "macros"),
-    [(name, macros) for name, table in VARIANTS.items() for macros in table],
-    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.values())),
-)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 @pytest.mark.usefixtures("compiler")
-def test_variant_compiles_within_its_registers_and_spills_nothing(name, macros, arch):
-    cubin = kernels.compile_kernel(name, arch, macros)
+def test_variant_compiles_within_its_registers_and_spills_nothing(variant, arch):
+    cubin = kernels.compile_kernel(variant.kernel, arch, variant.macros)
     assert cubin.path.read_bytes().startswith(b"\x7fELF")
-    assert f"entry function '{name}' for '{arch}'" in cubin.log
+    assert f"entry function '{variant.kernel}' for '{arch}'" in cubin.log
     assert "warning" not in cubin.log
-    assert cubin.registers <= REGISTERS[name]
+    assert cubin.registers <= variant.registers
     assert cubin.spill_bytes == 0
 
 
