@@ -10,7 +10,7 @@ use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
 use super::plan::Sequence;
 use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
-use crate::kernels::{Panel, Product, Scores};
+use crate::kernels::{Panel, Product, RowScores};
 use crate::view::View;
 
 /// Keys that are laid out together.
@@ -18,6 +18,9 @@ const TILE_TOKENS: usize = 128;
 
 /// Words of bits per query and tile.
 const WORDS: usize = TILE_TOKENS / 64;
+
+/// Passes whose scores are kept.
+const PASSES: usize = 3;
 
 /// Buffers of one thread, kept between calls.
 #[derive(Default)]
@@ -33,6 +36,8 @@ struct Scratch {
     shrink: Buffer,
     slopes: Buffer,
     bits: Vec<u64>,
+    /// Of each block of rows: behind the last token that some row of it sees.
+    ends: Vec<usize>,
     limits: Vec<usize>,
 }
 
@@ -53,19 +58,24 @@ struct Item<'a> {
 
 /// Runs one item.
 pub(super) fn run(call: &Call<'_>, work: &WorkItem) {
+    let kernels = &call.many.kernels;
     let num_rows = work.tile.queries.len() * call.plan.cut.group;
     let item = Item {
         call,
         work,
         num_rows,
-        padded_rows: num_rows.next_multiple_of(call.many.kernels.block_rows),
+        padded_rows: num_rows.next_multiple_of(kernels.block_rows),
         acc_len: call.many.acc_len,
-        lanes: call.many.kernels.lanes,
+        lanes: kernels.lanes,
     };
     SCRATCH.with_borrow_mut(|scratch| {
+        // SAFETY: the kernels are those of this processor.
+        unsafe { (kernels.begin)() };
         item.start(scratch);
         item.fold_keys(scratch);
         item.deliver(scratch);
+        // SAFETY: as above, and what was begun ends.
+        unsafe { (kernels.end)() };
     });
 }
 
@@ -85,11 +95,12 @@ impl Item<'_> {
     /// Packs the queries, a row after the other, and empties the softmax of every row.
     fn start(&self, scratch: &mut Scratch) {
         let call = self.call;
-        scratch.max.floats(self.padded_rows * self.lanes).fill(f32::NEG_INFINITY);
-        scratch.sum.floats(self.padded_rows * self.lanes).fill(0.0);
-        scratch.shrink.floats(self.padded_rows * self.lanes).fill(1.0);
+        let states = self.padded_rows.next_multiple_of(self.lanes);
+        scratch.max.floats(states).fill(f32::NEG_INFINITY);
+        scratch.sum.floats(states).fill(0.0);
+        scratch.shrink.floats(states).fill(1.0);
         scratch.acc.floats(self.padded_rows * self.acc_len).fill(0.0);
-        scratch.scores.floats(self.padded_rows * TILE_TOKENS);
+        scratch.scores.floats(PASSES * self.call.many.kernels.pass_rows * TILE_TOKENS);
         scratch.keys.floats(TILE_TOKENS * self.call.many.q_len);
         scratch.values.floats(TILE_TOKENS * self.acc_len);
         scratch.stage.floats(self.lanes * self.call.many.q_len).fill(0.0);
@@ -113,35 +124,69 @@ impl Item<'_> {
         }
     }
 
+    /// Folds a tile into all rows, so many at a time that their scores stay in the first cache.
     fn fold_tile(&self, scratch: &mut Scratch, tokens: &TokenRows<TILE_TOKENS>) {
         let queries = &self.tile().queries;
         scratch.bits.resize(queries.len() * WORDS, 0);
         let visibility = visible_bits(self.sequence(), queries, &tokens.tokens, WORDS, &mut scratch.bits);
         let is_whole = visibility == Visibility::All && tokens.tokens.len().is_multiple_of(self.block_tokens());
-        let ends = self.block_ends(&scratch.bits);
+        self.find_ends(scratch);
         self.pack(scratch, tokens);
-        self.multiply_keys(scratch, &ends, tokens.tokens.len());
-        self.soften(scratch, &ends, &tokens.tokens, is_whole);
         // SAFETY: the blocks of the tile were checked.
-        if visibility == Visibility::All || unsafe { self.is_tile_finite(tokens) } {
-            self.multiply_values(scratch, &ends);
-        } else {
-            self.add_hidden(scratch, tokens);
+        let is_product = visibility == Visibility::All || unsafe { self.is_tile_finite(tokens) };
+        let passes = self.padded_rows.div_ceil(self.call.many.kernels.pass_rows);
+        for step in 0..passes + 2 {
+            // Three passes at once: what one of them writes, the next step reads.
+            let [keys, weights, values] = [0, 1, 2].map(|lag| self.pass(step.checked_sub(lag)));
+            // A product in the middle of the softmax: tiles of AMX that rest for some 1,500 cycles take 900 to wake.
+            let middle = weights.start + weights.len().div_ceil(2).next_multiple_of(self.lanes).min(weights.len());
+            self.multiply_keys(scratch, &keys, tokens.tokens.len());
+            self.soften(scratch, weights.start..middle, &tokens.tokens, is_whole);
+            if is_product {
+                self.multiply_values(scratch, &values);
+            } else {
+                self.add_hidden(scratch, &values, tokens);
+            }
+            self.soften(scratch, middle..weights.end, &tokens.tokens, is_whole);
         }
     }
 
-    /// Behind the last token that some row of each block of rows sees.
-    fn block_ends(&self, bits: &[u64]) -> Vec<usize> {
+    /// The rows of a pass; none where there is no such pass.
+    fn pass(&self, index: Option<usize>) -> Range<usize> {
+        let Some(index) = index else { return 0..0 };
+        let pass_rows = self.call.many.kernels.pass_rows;
+        let start = (index * pass_rows).min(self.padded_rows);
+        start..(start + pass_rows).min(self.padded_rows)
+    }
+
+    /// Where the scores of a row lie, as long as its pass is one of the last.
+    fn scores_of(&self, scores: &mut Buffer, row: usize) -> *mut f32 {
+        scores.start().wrapping_add(row % (PASSES * self.call.many.kernels.pass_rows) * TILE_TOKENS)
+    }
+
+    /// Rows of a block, which have an end in common.
+    fn block_rows(&self) -> usize {
+        self.call.many.kernels.block_rows
+    }
+
+    fn find_ends(&self, scratch: &mut Scratch) {
         let group = self.call.plan.cut.group;
-        let end_of = |row: usize| {
-            let words = &bits[row / group * WORDS..(row / group + 1) * WORDS];
-            let last = words.iter().rposition(|word| *word != 0);
-            last.map_or(0, |i| i * 64 + 64 - words[i].leading_zeros() as usize)
+        let end_of = |query: &[u64]| {
+            let last = query.iter().rposition(|word| *word != 0);
+            last.map_or(0, |i| i * 64 + 64 - query[i].leading_zeros() as usize)
         };
-        let block = |first: usize| {
-            (first..(first + self.call.many.kernels.block_rows).min(self.num_rows)).map(end_of).max().unwrap_or(0)
+        let end_of_block = |first: usize| {
+            let queries = first / group..(first + self.block_rows()).min(self.num_rows).div_ceil(group);
+            let bits = &scratch.bits[queries.start * WORDS..queries.end * WORDS];
+            bits.chunks_exact(WORDS).map(end_of).max().unwrap_or(0)
         };
-        (0..self.padded_rows).step_by(self.call.many.kernels.block_rows).map(block).collect()
+        scratch.ends.clear();
+        scratch.ends.extend((0..self.padded_rows).step_by(self.block_rows()).map(end_of_block));
+    }
+
+    /// The blocks that `rows` are made of.
+    fn blocks(&self, rows: &Range<usize>) -> Range<usize> {
+        rows.start / self.block_rows()..rows.end / self.block_rows()
     }
 
     fn pack(&self, scratch: &mut Scratch, tokens: &TokenRows<TILE_TOKENS>) {
@@ -191,103 +236,110 @@ impl Item<'_> {
         if self.call.many.kernels.values.is_paired { tokens.div_ceil(2) } else { tokens }
     }
 
-    fn multiply_keys(&self, scratch: &mut Scratch, ends: &[usize], len: usize) {
-        scratch.limits.clear();
-        scratch.limits.extend(ends.iter().map(|end| end.div_ceil(self.lanes)));
+    fn multiply_keys(&self, scratch: &mut Scratch, rows: &Range<usize>, len: usize) {
+        let Scratch { q, keys, scores, ends, limits, .. } = scratch;
+        limits.clear();
+        limits.extend(ends[self.blocks(rows)].iter().map(|end| end.div_ceil(self.lanes)));
         let product = Product {
-            a: scratch.q.start().cast(),
+            a: q.start().wrapping_add(rows.start * self.call.many.q_len).cast(),
             a_stride: self.call.many.q_len * 4,
-            num_rows: self.padded_rows,
-            b: scratch.keys.start().cast_const(),
+            num_rows: rows.len(),
+            b: keys.start().cast_const(),
             b_steps: self.call.many.q_len,
             num_columns: len.div_ceil(self.lanes),
-            c: scratch.scores.start(),
+            c: self.scores_of(scores, rows.start),
             c_stride: TILE_TOKENS,
             shrink: std::ptr::null(),
-            limits: scratch.limits.as_ptr(),
+            limits: limits.as_ptr(),
         };
         // SAFETY: the kernels are those of this processor, and `start` made room.
         unsafe { (self.call.many.kernels.keys.product)(&product) };
     }
 
-    fn soften(&self, scratch: &mut Scratch, ends: &[usize], tokens: &Range<usize>, is_whole: bool) {
-        let group = self.call.plan.cut.group;
-        let rule = self.call.rule(&self.call.many, self.kv_head());
-        for row in 0..self.num_rows {
-            let end = ends[row / self.call.many.kernels.block_rows];
-            if end == 0 {
-                continue;
-            }
-            let has_slopes = self.fill_slopes(scratch, row, tokens);
-            let slopes = scratch.slopes.start().cast_const();
-            let bits = scratch.bits.as_ptr().wrapping_add(row / group * WORDS);
-            let scores = Scores {
-                values: scratch.scores.start().wrapping_add(row * TILE_TOKENS),
-                num_steps: end.next_multiple_of(self.block_tokens()) / self.lanes,
-                rows: 1,
-                max: scratch.max.start().wrapping_add(row * self.lanes),
-                sum: scratch.sum.start().wrapping_add(row * self.lanes),
-                shrink: scratch.shrink.start().wrapping_add(row * self.lanes),
-                rule: &rule,
-                slopes: if has_slopes { slopes } else { std::ptr::null() },
-                distances: slopes.wrapping_add(self.lanes),
-                has_all_distances: self.sequence().has_tree_keys(tokens),
-                visible: if is_whole { std::ptr::null() } else { bits },
-                words: WORDS,
-            };
-            // SAFETY: the kernels are those of this processor, and `start` made room for the state of every row.
-            unsafe { (self.call.many.kernels.values.soften)(&scores) };
+    /// Carries on the softmax of rows of one pass.
+    fn soften(&self, scratch: &mut Scratch, rows: Range<usize>, tokens: &Range<usize>, is_whole: bool) {
+        let rows = rows.start..rows.end.min(self.num_rows);
+        let blocks = rows.start / self.block_rows()..rows.end.div_ceil(self.block_rows());
+        let end = scratch.ends[blocks].iter().max().copied().unwrap_or(0);
+        if rows.is_empty() || end == 0 {
+            return;
         }
+        let slope_stride = self.fill_slopes(scratch, rows.clone(), tokens);
+        let scores = RowScores {
+            values: self.scores_of(&mut scratch.scores, rows.start),
+            stride: TILE_TOKENS,
+            num_steps: end.next_multiple_of(self.block_tokens()) / self.lanes,
+            rows,
+            max: scratch.max.start(),
+            sum: scratch.sum.start(),
+            shrink: scratch.shrink.start(),
+            rule: &self.call.rule(&self.call.many, self.kv_head()),
+            slopes: if slope_stride > 0 { scratch.slopes.start().cast_const() } else { std::ptr::null() },
+            slope_stride,
+            has_all_distances: self.sequence().has_tree_keys(tokens),
+            visible: if is_whole { std::ptr::null() } else { scratch.bits.as_ptr() },
+            words: WORDS,
+            group: self.call.plan.cut.group,
+        };
+        // SAFETY: the kernels are those of this processor, and `start` made room for the state of every row.
+        unsafe { (self.call.many.kernels.values.soften_rows)(&scores) };
     }
 
-    /// Writes the slope of a row in each lane and the distances from its query to the keys, of one vector or, where keys
-    /// of a tree are among them, of all; answers whether there are slopes.
-    fn fill_slopes(&self, scratch: &mut Scratch, row: usize, tokens: &Range<usize>) -> bool {
+    /// Writes for each row its slope in each lane and the distances from its query to the keys, of one vector or, where
+    /// keys of a tree are among them, of all; answers how many floats that are, or 0 where there are no slopes.
+    fn fill_slopes(&self, scratch: &mut Scratch, rows: Range<usize>, tokens: &Range<usize>) -> usize {
         let (sequence, group) = (self.sequence(), self.call.plan.cut.group);
-        let Some(slope) = self.call.slopes.get(self.kv_head() * group + row % group) else { return false };
-        let position = sequence.position(self.tile().queries.start + row / group);
-        let num_keys = if sequence.has_tree_keys(tokens) { TILE_TOKENS } else { self.lanes };
-        let (slopes, distances) = scratch.slopes.floats(self.lanes + num_keys).split_at_mut(self.lanes);
-        slopes.fill(*slope);
-        for (key, distance) in (tokens.start..).zip(distances) {
-            *distance = (sequence.key_position(key) - position) as f32;
+        if self.call.slopes.is_empty() {
+            return 0;
         }
-        true
+        let num_keys = if sequence.has_tree_keys(tokens) { TILE_TOKENS } else { self.lanes };
+        let stride = self.lanes + num_keys;
+        for (row, floats) in rows.clone().zip(scratch.slopes.floats(rows.len() * stride).chunks_exact_mut(stride)) {
+            let (slopes, distances) = floats.split_at_mut(self.lanes);
+            let position = sequence.position(self.tile().queries.start + row / group);
+            slopes.fill(self.call.slopes[self.kv_head() * group + row % group]);
+            for (key, distance) in (tokens.start..).zip(distances) {
+                *distance = (sequence.key_position(key) - position) as f32;
+            }
+        }
+        stride
     }
 
-    fn multiply_values(&self, scratch: &mut Scratch, ends: &[usize]) {
-        scratch.limits.clear();
-        scratch.limits.extend(ends.iter().map(|end| self.value_steps(*end)));
+    fn multiply_values(&self, scratch: &mut Scratch, rows: &Range<usize>) {
+        let Scratch { scores, values, acc, shrink, ends, limits, .. } = scratch;
+        limits.clear();
+        limits.extend(ends[self.blocks(rows)].iter().map(|end| self.value_steps(*end)));
         let product = Product {
-            a: scratch.scores.start().cast(),
+            a: self.scores_of(scores, rows.start).cast_const().cast(),
             a_stride: TILE_TOKENS * 4,
-            num_rows: self.padded_rows,
-            b: scratch.values.start().cast_const(),
+            num_rows: rows.len(),
+            b: values.start().cast_const(),
             b_steps: self.value_steps(TILE_TOKENS),
             num_columns: self.acc_len / self.lanes,
-            c: scratch.acc.start(),
+            c: acc.start().wrapping_add(rows.start * self.acc_len),
             c_stride: self.acc_len,
-            shrink: scratch.shrink.start().cast_const(),
-            limits: scratch.limits.as_ptr(),
+            shrink: shrink.start().wrapping_add(rows.start).cast_const(),
+            limits: limits.as_ptr(),
         };
         // SAFETY: the kernels are those of this processor, and `start` made room.
         unsafe { (self.call.many.kernels.values.product)(&product) };
     }
 
     /// As `multiply_values`, over the tokens that each row sees alone.
-    fn add_hidden(&self, scratch: &mut Scratch, tokens: &TokenRows<TILE_TOKENS>) {
+    fn add_hidden(&self, scratch: &mut Scratch, rows: &Range<usize>, tokens: &TokenRows<TILE_TOKENS>) {
         let group = self.call.plan.cut.group;
         let offset = head_offset(&self.call.operands.v_cache, self.kv_head());
-        let weights = scratch.scores.start().cast_const();
-        let shrink = scratch.shrink.floats(self.padded_rows * self.lanes);
+        let weights = self.scores_of(&mut scratch.scores, rows.start).cast_const();
+        let shrink = scratch.shrink.floats(self.padded_rows);
         let acc = scratch.acc.floats(self.padded_rows * self.acc_len);
-        for (row, acc) in acc.chunks_exact_mut(self.acc_len).take(self.num_rows).enumerate() {
+        for row in rows.start..rows.end.min(self.num_rows) {
+            let acc = &mut acc[row * self.acc_len..(row + 1) * self.acc_len];
             let bits = &scratch.bits[row / group * WORDS..(row / group + 1) * WORDS];
             if bits.iter().all(|word| *word == 0) {
                 continue;
             }
             let layout = WeightLayout {
-                weights: weights.wrapping_add(row * TILE_TOKENS),
+                weights: weights.wrapping_add((row - rows.start) * TILE_TOKENS),
                 is_paired: self.call.many.kernels.values.is_paired,
                 lanes: self.lanes,
                 tokens: self.lanes,
@@ -299,7 +351,7 @@ impl Item<'_> {
                     self.call,
                     &self.call.many,
                     acc,
-                    shrink[row * self.lanes],
+                    shrink[row],
                     &layout,
                     bits,
                     (tokens.values.as_ptr(), offset),
@@ -319,12 +371,11 @@ impl Item<'_> {
 
     /// Hands over the rows.
     fn deliver(&self, scratch: &mut Scratch) {
-        let max = scratch.max.floats(self.padded_rows * self.lanes);
-        let sum = scratch.sum.floats(self.padded_rows * self.lanes);
+        let max = scratch.max.floats(self.padded_rows);
+        let sum = scratch.sum.floats(self.padded_rows);
         let acc = scratch.acc.floats(self.padded_rows * self.acc_len);
         for (row, acc) in acc.chunks_exact(self.acc_len).take(self.num_rows).enumerate() {
-            let lanes = row * self.lanes..(row + 1) * self.lanes;
-            let result = Row { max: max[lanes.start], sum: sum[lanes].iter().sum(), acc };
+            let result = Row { max: max[row], sum: sum[row], acc };
             self.call.deliver(&self.call.many, self.work, [self.kv_head(), row], &result);
         }
     }

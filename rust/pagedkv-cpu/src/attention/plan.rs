@@ -8,7 +8,7 @@ use super::batch::{Batch, BlockTable, TreeMask, check_seq_lens};
 use crate::error::Result;
 
 /// Query rows of an item that multiplies matrices: they share each tile of keys and values that is laid out.
-const MAX_ROWS: usize = 192;
+const MAX_ROWS: usize = 384;
 
 /// With at most this many query rows, keys are read where they lie and not laid out first.
 const MAX_SPLIT_ROWS: usize = 32;
@@ -153,6 +153,13 @@ impl Sequence {
 
     /// Writes which of `keys` query `i` sees, bit by bit; answers whether it sees all of them.
     pub(super) fn visible_bits(&self, i: usize, keys: &Range<usize>, words: &mut [u64]) -> bool {
+        if self.mask.is_empty() {
+            let seen = self.shape.visible(&(i..i + 1), self.window);
+            if seen.start <= keys.start && keys.end <= seen.end {
+                fill_ones(keys.len(), words);
+                return true;
+            }
+        }
         words.fill(0);
         let mut count = 0;
         self.for_each_run(i, keys, |run| {
@@ -175,6 +182,17 @@ impl Sequence {
     /// The block that holds a visible key's run of `block_size` keys.
     pub(super) fn block(&self, index: usize) -> usize {
         self.blocks[index - self.skipped_blocks] as usize
+    }
+}
+
+/// Sets the first `len` bits, and no other.
+fn fill_ones(len: usize, words: &mut [u64]) {
+    for (word, first) in words.iter_mut().zip((0..).step_by(64)) {
+        *word = match len.saturating_sub(first) {
+            0 => 0,
+            64.. => u64::MAX,
+            bits => (1 << bits) - 1,
+        };
     }
 }
 

@@ -4,7 +4,9 @@
 //! bfloat16. The instructions are stable as assembly only, so one block of assembly holds a whole product of tiles.
 
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid_count, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_storeu_ps};
+use std::arch::x86_64::{
+    __cpuid_count, _CMP_NEQ_UQ, _mm512_cmp_ps_mask, _mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_storeu_ps,
+};
 use std::sync::OnceLock;
 
 use super::product::Product;
@@ -70,16 +72,34 @@ static CONFIG: TileConfig = {
     config
 };
 
+/// Configures the tiles of this thread.
+///
+/// # Safety
+///
+/// The processor has AMX.
+pub(super) unsafe fn begin() {
+    // SAFETY: `is_available` was asked before this kernel was chosen; the configuration is valid and aligned.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack)) };
+}
+
+/// Gives the tiles back, so that nobody saves them when threads change.
+///
+/// # Safety
+///
+/// As for [`begin`].
+pub(super) unsafe fn end() {
+    // SAFETY: as there.
+    unsafe { asm!("tilerelease", options(nomem, nostack)) };
+}
+
 /// See [`super::product::ProductFn`]; rows come in blocks of [`BLOCK_ROWS`], and steps in whole tiles: behind the last
 /// token, weights and values are 0.
 ///
 /// # Safety
 ///
-/// As there.
+/// As there, between [`begin`] and [`end`].
 #[target_feature(enable = "avx512f")]
 pub(super) unsafe fn multiply(product: &Product) {
-    // SAFETY: `is_available` was asked before this kernel was chosen; the configuration is valid and aligned.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack)) };
     let mut column = 0;
     while column < product.num_columns {
         let pair = product.num_columns - column > 1;
@@ -89,8 +109,6 @@ pub(super) unsafe fn multiply(product: &Product) {
         }
         column += 1 + usize::from(pair);
     }
-    // SAFETY: as above; the next owner of the tiles configures them anew.
-    unsafe { asm!("tilerelease", options(nomem, nostack)) };
 }
 
 #[target_feature(enable = "avx512f")]
@@ -104,7 +122,6 @@ unsafe fn multiply_block(product: &Product, block: usize, column: usize, pair: b
             if column >= limit {
                 return;
             }
-            fill_zero(c, product.c_stride, pair);
             product.b_steps
         } else {
             if limit == 0 {
@@ -121,32 +138,28 @@ unsafe fn multiply_block(product: &Product, block: usize, column: usize, pair: b
             c: c.cast(),
             c_stride: product.c_stride * 4,
             count: steps.div_ceil(TILE_STEPS),
+            adds: !product.shrink.is_null(),
         };
         if pair { two_columns(&tiles) } else { one_column(&tiles) }
     }
 }
 
-#[target_feature(enable = "avx512f")]
-unsafe fn fill_zero(c: *mut f32, stride: usize, pair: bool) {
-    for row in 0..BLOCK_ROWS {
-        // SAFETY: the caller's promise.
-        unsafe { c.add(row * stride).write_bytes(0, LANES * (1 + usize::from(pair))) };
-    }
-}
-
-/// Multiplies the rows of `c` by what earlier weights must be multiplied by.
+/// Multiplies the rows of `c` by what earlier weights must be multiplied by; that is seldom anything.
 #[target_feature(enable = "avx512f")]
 unsafe fn shrink_rows(product: &Product, row: usize, c: *mut f32, pair: bool) {
-    for i in 0..BLOCK_ROWS {
-        // SAFETY: the caller's promise.
+    for first in [0, LANES] {
+        // SAFETY: the caller's promise: a block has as many rows as two vectors have lanes.
         unsafe {
-            let shrink = product.shrink.add((row + i) * LANES).read();
-            if shrink.to_bits() == 1.0_f32.to_bits() {
-                continue;
-            }
-            for x in 0..=usize::from(pair) {
-                let at = c.add(i * product.c_stride + x * LANES);
-                _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(shrink)));
+            let from = product.shrink.add(row + first);
+            let mut changed = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(_mm512_loadu_ps(from), _mm512_set1_ps(1.0));
+            while changed != 0 {
+                let i = changed.trailing_zeros() as usize;
+                changed &= changed - 1;
+                let shrink = _mm512_set1_ps(from.add(i).read());
+                for x in 0..=usize::from(pair) {
+                    let at = c.add((first + i) * product.c_stride + x * LANES);
+                    _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), shrink));
+                }
             }
         }
     }
@@ -162,6 +175,8 @@ struct Tiles {
     c: *mut u8,
     c_stride: usize,
     count: usize,
+    /// Whether the product is added to `c`, or takes its place.
+    adds: bool,
 }
 
 unsafe fn two_columns(tiles: &Tiles) {
@@ -169,10 +184,18 @@ unsafe fn two_columns(tiles: &Tiles) {
     // SAFETY: the caller's promise: tiles are configured, and rows, columns and results lie where `Product` says.
     unsafe {
         asm!(
+            "test {adds}, {adds}",
+            "jz 3f",
             "tileloadd tmm0, [{c0} + {cs}*1]",
             "tileloadd tmm1, [{c0} + {cs}*1 + 64]",
             "tileloadd tmm2, [{c1} + {cs}*1]",
             "tileloadd tmm3, [{c1} + {cs}*1 + 64]",
+            "jmp 2f",
+            "3:",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
             "2:",
             "tileloadd tmm4, [{a0} + {as}*1]",
             "tileloadd tmm6, [{b0} + {bs}*1]",
@@ -202,6 +225,7 @@ unsafe fn two_columns(tiles: &Tiles) {
             c1 = in(reg) c.add(16 * tiles.c_stride),
             cs = in(reg) tiles.c_stride,
             n = inout(reg) tiles.count => _,
+            adds = in(reg_byte) u8::from(tiles.adds),
             tile = const TILE_BYTES,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
             out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
@@ -215,8 +239,14 @@ unsafe fn one_column(tiles: &Tiles) {
     // SAFETY: as for two columns.
     unsafe {
         asm!(
+            "test {adds}, {adds}",
+            "jz 3f",
             "tileloadd tmm0, [{c0} + {cs}*1]",
             "tileloadd tmm2, [{c1} + {cs}*1]",
+            "jmp 2f",
+            "3:",
+            "tilezero tmm0",
+            "tilezero tmm2",
             "2:",
             "tileloadd tmm4, [{a0} + {as}*1]",
             "tileloadd tmm6, [{b0} + {bs}*1]",
@@ -239,6 +269,7 @@ unsafe fn one_column(tiles: &Tiles) {
             c1 = in(reg) c.add(16 * tiles.c_stride),
             cs = in(reg) tiles.c_stride,
             n = inout(reg) tiles.count => _,
+            adds = in(reg_byte) u8::from(tiles.adds),
             tile = const TILE_BYTES,
             out("tmm0") _, out("tmm2") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
             options(nostack),

@@ -6,9 +6,9 @@ use super::panels::{self, KeyCells, PackFn, Panel, ValueCells};
 use super::product::{self, Cells, Product, ProductFn};
 use super::score::{self, KeyForm};
 use super::score_packed::{self, PackedForm};
-use super::soften::{self, Scores, WeightForm};
+use super::soften::{self, RowScores, Scores, WeightForm};
 use super::weigh::{self, ValueForm};
-use super::{ScoreFn, SoftenFn, Strip, WeighFn};
+use super::{ScoreFn, SoftenFn, SoftenRowsFn, Strip, WeighFn};
 use crate::isa::Isa;
 use crate::simd::{BF16, Element, F8E4M3, F8E5M2, F16, F32, Portable, Vector, position};
 #[cfg(target_arch = "x86_64")]
@@ -35,6 +35,7 @@ pub(crate) struct KeyKernels {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ValueKernels {
     pub(crate) soften: SoftenFn,
+    pub(crate) soften_rows: SoftenRowsFn,
     pub(crate) weigh: WeighFn,
     pub(crate) pack: PackFn,
     pub(crate) product: ProductFn,
@@ -62,6 +63,11 @@ pub(crate) struct Kernels {
     /// Rows that a product is made of, and tokens that it takes whole.
     pub(crate) block_rows: usize,
     pub(crate) block_tokens: usize,
+    /// Rows that pass by a tile at a time: whole blocks, whose scores the first cache holds.
+    pub(crate) pass_rows: usize,
+    /// To call before the first product of a thread and after the last one.
+    pub(crate) begin: unsafe fn(),
+    pub(crate) end: unsafe fn(),
     pub(crate) keys: KeyKernels,
     pub(crate) values: ValueKernels,
 }
@@ -78,6 +84,9 @@ impl Kernels {
             lanes,
             block_rows: product::BLOCK_ROWS,
             block_tokens: lanes,
+            pass_rows: 8 * product::BLOCK_ROWS,
+            begin: || {},
+            end: || {},
             keys,
             values,
         };
@@ -86,6 +95,9 @@ impl Kernels {
             Isa::Amx if rows == Rows::Many && [q, k, v] == [DType::BF16; 3] => Self {
                 block_rows: amx::BLOCK_ROWS,
                 block_tokens: amx::TOKENS,
+                pass_rows: amx::BLOCK_ROWS,
+                begin: amx::begin,
+                end: amx::end,
                 keys: KeyKernels { product: amx::multiply, ..paired::keys(is_packed) },
                 values: ValueKernels { product: amx::multiply, ..paired::values() },
                 lanes: Avx512::LANES,
@@ -162,6 +174,12 @@ macro_rules! kernels {
             }
 
             $(#[$attribute])*
+            unsafe fn soften_rows<W: WeightForm<$vector>>(rows: &RowScores<'_>) {
+                // SAFETY: the caller's promise.
+                unsafe { soften::soften_rows::<$vector, W>(rows) }
+            }
+
+            $(#[$attribute])*
             unsafe fn weigh<F: ValueForm<$vector>>(
                 acc: *mut f32, stride: usize, num_rows: usize, weights: *const u8, shrink: *const f32, strip: &Strip,
             ) {
@@ -207,8 +225,16 @@ macro_rules! kernels {
                 W: WeightForm<$vector>,
                 C: Cells<$vector>,
             {
-                let (soften, weigh) = (soften::<W> as SoftenFn, weigh::<F> as WeighFn);
-                ValueKernels { soften, weigh, pack: pack_values::<F>, product: multiply::<C>, is_paired, scale, dtype }
+                ValueKernels {
+                    soften: soften::<W>,
+                    soften_rows: soften_rows::<W>,
+                    weigh: weigh::<F>,
+                    pack: pack_values::<F>,
+                    product: multiply::<C>,
+                    is_paired,
+                    scale,
+                    dtype,
+                }
             }
         }
     };

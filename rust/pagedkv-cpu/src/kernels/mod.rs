@@ -27,7 +27,7 @@ pub(crate) use amx::is_available as is_amx_available;
 pub(crate) use dispatch::{Kernels, Rows};
 pub(crate) use panels::Panel;
 pub(crate) use product::Product;
-pub(crate) use soften::{ScoreRule, Scores};
+pub(crate) use soften::{RowScores, ScoreRule, Scores};
 
 /// Tokens that few rows are scored against before their softmax is carried on; two blocks of the default size.
 pub(crate) const STRIP_TOKENS: usize = 32;
@@ -64,6 +64,13 @@ pub(crate) type ScoreFn = unsafe fn(*const u8, usize, &Strip, *mut f32);
 ///
 /// The processor has the instructions, and the pointers of [`Scores`] have room for what they say.
 pub(crate) type SoftenFn = unsafe fn(&Scores<'_>);
+
+/// Carries on the softmax of many rows.
+///
+/// # Safety
+///
+/// As for [`SoftenFn`].
+pub(crate) type SoftenRowsFn = unsafe fn(&RowScores<'_>);
 
 /// `acc = acc * shrink + weights . v` for all rows: accumulators, their stride, number of rows, weights, one vector of
 /// `shrink` per group, values.

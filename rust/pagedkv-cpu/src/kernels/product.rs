@@ -21,7 +21,7 @@ pub(crate) struct Product {
     pub(crate) c: *mut f32,
     /// Floats from one row of `c` to the next.
     pub(crate) c_stride: usize,
-    /// A vector per row of which the first lane counts, or null.
+    /// A number per row, or null.
     pub(crate) shrink: *const f32,
     /// What each block of rows needs: steps where there is a `shrink`, columns where there is none.
     pub(crate) limits: *const usize,
@@ -149,7 +149,7 @@ unsafe fn block_of_rows<V: Vector, C: Cells<V>, const COLUMNS: usize>(
         let mut sums = [[V::splat(0.0); COLUMNS]; BLOCK_ROWS];
         if !product.shrink.is_null() {
             for (i, sums) in sums.iter_mut().enumerate() {
-                let shrink = V::splat(product.shrink.add((row + i) * V::LANES).read());
+                let shrink = V::splat(product.shrink.add(row + i).read());
                 for (j, sum) in sums.iter_mut().enumerate() {
                     *sum = V::load(c.add(i * product.c_stride + j * V::LANES)).mul(shrink);
                 }

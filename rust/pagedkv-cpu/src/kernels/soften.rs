@@ -1,4 +1,4 @@
-//! The online softmax of one group: scores become weights, and the running maximum and sum go on.
+//! The online softmax of a group, or of many rows: scores become weights, and the running maximum and sum go on.
 //!
 //! Maxima are kept as powers of two: `2^(x log2(e))` is `e^x`. The factor is applied while the maximum is subtracted, in
 //! one rounding of a small number, so that scores in the thousands lose nothing. A maximum of minus infinity means that no
@@ -6,8 +6,9 @@
 //! maximum and stays in the sum.
 
 use std::f32::consts::LOG2_E;
+use std::ops::Range;
 
-use crate::simd::math::{exp2, tanh};
+use crate::simd::math::{exp2, exp2_roughly, tanh};
 use crate::simd::{Bf16Dot, Vector};
 
 /// How a product `q . k` becomes a score.
@@ -42,14 +43,76 @@ pub(crate) struct Scores<'a> {
     pub(crate) words: usize,
 }
 
+/// The scores of rows that lie one after another, and the state of their softmax, a number per row.
+///
+/// Maxima lag behind: one follows only a score that is 2^[`SLACK`] times as heavy, so that sums and accumulators are
+/// seldom multiplied by anything.
+pub(crate) struct RowScores<'a> {
+    /// `num_steps` vectors per row, and floats from one row to the next. Weights take their place as in [`Scores`].
+    pub(crate) values: *mut f32,
+    pub(crate) stride: usize,
+    pub(crate) num_steps: usize,
+    /// Which rows of the item; the state of the first one lies at a whole vector.
+    pub(crate) rows: Range<usize>,
+    /// Of the first row of the item, with room for a whole vector at the end.
+    pub(crate) max: *mut f32,
+    pub(crate) sum: *mut f32,
+    pub(crate) shrink: *mut f32,
+    pub(crate) rule: &'a ScoreRule,
+    /// A vector of the row's slope and the distances to its keys as in [`Scores`], and the floats from there to those of
+    /// the next row; null without slopes.
+    pub(crate) slopes: *const f32,
+    pub(crate) slope_stride: usize,
+    pub(crate) has_all_distances: bool,
+    /// As in [`Scores`], for each query of the item, of which there are `group` rows.
+    pub(crate) visible: *const u64,
+    pub(crate) words: usize,
+    pub(crate) group: usize,
+}
+
+/// How much larger than the maximum a score may be, as a power of two.
+const SLACK: f32 = 4.0;
+
+impl<'a> RowScores<'a> {
+    /// The scores of row `i` of them, without a state.
+    #[inline(always)]
+    fn row(&self, i: usize, lanes: usize) -> Scores<'a> {
+        let nothing = std::ptr::null_mut();
+        let bits = (self.rows.start + i) / self.group * self.words;
+        let slopes = if self.slopes.is_null() { self.slopes } else { self.slopes.wrapping_add(i * self.slope_stride) };
+        Scores {
+            values: self.values.wrapping_add(i * self.stride),
+            num_steps: self.num_steps,
+            rows: 1,
+            max: nothing,
+            sum: nothing,
+            shrink: nothing,
+            rule: self.rule,
+            slopes,
+            distances: slopes.wrapping_add(lanes),
+            has_all_distances: self.has_all_distances,
+            visible: if self.visible.is_null() { self.visible } else { self.visible.wrapping_add(bits) },
+            words: self.words,
+        }
+    }
+}
+
 /// What weights are stored as.
 pub(crate) trait WeightForm<V: Vector> {
+    /// `2^x`, as exactly as weights are kept.
+    unsafe fn power(x: V) -> V;
     unsafe fn store(weights: V, scores: *mut f32, step: usize);
 }
 
 pub(crate) struct Float;
 
 impl<V: Vector> WeightForm<V> for Float {
+    #[inline(always)]
+    unsafe fn power(x: V) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { exp2(x) }
+    }
+
     #[inline(always)]
     unsafe fn store(weights: V, scores: *mut f32, step: usize) {
         // SAFETY: the caller's promise.
@@ -60,6 +123,12 @@ impl<V: Vector> WeightForm<V> for Float {
 pub(crate) struct Rounded;
 
 impl<V: Bf16Dot> WeightForm<V> for Rounded {
+    #[inline(always)]
+    unsafe fn power(x: V) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { exp2_roughly(x) }
+    }
+
     #[inline(always)]
     unsafe fn store(weights: V, scores: *mut f32, step: usize) {
         // SAFETY: the caller's promise; what is overwritten was read in an earlier step or this one.
@@ -85,6 +154,84 @@ pub(super) unsafe fn soften<V: Vector, W: WeightForm<V>>(group: &Scores<'_>) {
     }
 }
 
+/// See [`super::SoftenRowsFn`].
+///
+/// # Safety
+///
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn soften_rows<V: Vector, W: WeightForm<V>>(rows: &RowScores<'_>) {
+    for first in (0..rows.rows.len()).step_by(V::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match V::LANES {
+                16 => soften_lanes::<V, W, 16>(rows, first),
+                _ => soften_lanes::<V, W, 8>(rows, first),
+            }
+        }
+    }
+}
+
+/// As many rows as a vector has lanes: their state goes on in one vector.
+#[inline(always)]
+unsafe fn soften_lanes<V: Vector, W: WeightForm<V>, const LANES: usize>(rows: &RowScores<'_>, first: usize) {
+    let count = LANES.min(rows.rows.len() - first);
+    let is_plain = rows.rule.soft_cap.is_none() && rows.slopes.is_null() && rows.rule.scale > 0.0;
+    let factor = if is_plain { rows.rule.scale * LOG2_E } else { LOG2_E };
+    let state = rows.rows.start + first;
+    // SAFETY: the caller's promise: a state per lane, and `num_steps` vectors of scores per row.
+    unsafe {
+        let factor = V::splat(factor);
+        let mut largest = [[f32::NEG_INFINITY; LANES]; LANES];
+        for (i, largest) in largest.iter_mut().enumerate().take(count) {
+            let row = rows.row(first + i, LANES);
+            finish_scores::<V, LANES>(&row, is_plain).store(largest.as_mut_ptr());
+        }
+        let largest = largest_of_rows::<V, LANES>(&largest).mul(factor);
+        let old = V::load(rows.max.add(state));
+        let max = largest.select(old.add(V::splat(SLACK)).less(largest), old);
+        let shift = max.select(V::splat(f32::NEG_INFINITY).less(max), V::splat(0.0));
+        let shrink = exp2(old.sub(shift));
+        let mut minus_shifts = [0.0; LANES];
+        V::splat(0.0).sub(shift).store(minus_shifts.as_mut_ptr());
+        let mut sums = [V::splat(0.0); LANES];
+        for i in 0..count {
+            let values = rows.values.add((first + i) * rows.stride);
+            let minus_shift = V::splat(minus_shifts[i]);
+            let mut sum = V::splat(0.0);
+            for step in 0..rows.num_steps {
+                let x = V::load(values.add(step * V::LANES)).fused_mul_add(factor, minus_shift);
+                let weights = W::power(x);
+                sum = sum.add(weights);
+                W::store(weights, values, step);
+            }
+            sums[i] = sum;
+        }
+        max.store(rows.max.add(state));
+        shrink.store(rows.shrink.add(state));
+        V::load(rows.sum.add(state)).mul_add(shrink, V::sum_rows(sums)).store(rows.sum.add(state));
+    }
+}
+
+/// The largest value of each row, in the lane of its number.
+#[inline(always)]
+unsafe fn largest_of_rows<V: Vector, const LANES: usize>(rows: &[[f32; LANES]; LANES]) -> V {
+    let mut starts = [rows[0].as_ptr(); LANES];
+    for i in 1..LANES {
+        starts[i] = rows[i].as_ptr();
+    }
+    let mut columns = [[0.0_f32; LANES]; LANES];
+    // SAFETY: both are squares of as many floats as a vector has lanes.
+    unsafe {
+        V::transpose(starts.as_ptr(), columns.as_mut_ptr().cast(), LANES);
+        let mut largest = V::load(columns[0].as_ptr());
+        for column in &columns {
+            largest = V::load(column.as_ptr()).max(largest);
+        }
+        largest
+    }
+}
+
 #[inline(always)]
 unsafe fn soften_group<V: Vector, W: WeightForm<V>, const TOKENS: usize>(group: &Scores<'_>) {
     let is_plain = group.rule.soft_cap.is_none() && group.slopes.is_null() && group.rule.scale > 0.0;
@@ -101,7 +248,7 @@ unsafe fn soften_group<V: Vector, W: WeightForm<V>, const TOKENS: usize>(group: 
         let minus_shift = V::splat(0.0).sub(shift);
         let mut sum = V::load(group.sum).mul(shrink);
         for step in 0..group.num_steps {
-            let weights = exp2(V::load(group.values.add(step * V::LANES)).fused_mul_add(factor, minus_shift));
+            let weights = W::power(V::load(group.values.add(step * V::LANES)).fused_mul_add(factor, minus_shift));
             sum = sum.add(weights);
             W::store(weights, group.values, step);
         }
