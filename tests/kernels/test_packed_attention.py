@@ -1,9 +1,11 @@
 """Attention over packed keys; unused slots of every block hold NaN."""
 
+import functools
 import itertools
 
 import pytest
 import torch
+from batches import assert_matches_oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,12 @@ pytestmark = pytest.mark.usefixtures("isa")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.fixture(name="assert_matches_oracle")
+def assert_matches_oracle_fixture():
+    """Return the function that compares attention on the CPU with the oracle: packed keys exist nowhere else."""
+    return functools.partial(assert_matches_oracle, paged_attention)
 
 
 def name(dtype):

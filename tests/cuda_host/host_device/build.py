@@ -38,9 +38,14 @@ def build_kernel(
 
     An edit is a text of the kernel's file or of a header, and what takes its place; it must stand there once.
     """
+    return _build(name, tuple(sorted((macros or {}).items())), tuple(edits), asan, sources)
+
+
+@functools.cache
+def _build(name, macros, edits, asan, sources):
     files = _edited(read_sources(name, sources), edits)
     sanitizers = ASAN if asan else UBSAN
-    defines = [f"-D{macro}={value}" for macro, value in sorted((macros or {}).items())]
+    defines = [f"-D{macro}={value}" for macro, value in macros]
     options = [*KERNEL_OPTIONS, *sanitizers, *defines, *_entry(name)]
     runtime = build_runtime()
     folder = CACHE / f"{name}-{_key(files, options, runtime.name)}"
@@ -53,7 +58,7 @@ def build_kernel(
         _run(["g++", *options, "-c", "entry.cpp", "-o", str(part)], folder)  # from there: short names in messages
         _link([str(part), str(runtime)], library, ASAN[:1] if asan else ())
         part.unlink()
-    return _load(library)
+    return ctypes.CDLL(str(library))
 
 
 @functools.cache
@@ -74,10 +79,12 @@ def build_runtime() -> Path:
     return whole
 
 
+@functools.cache
 def read_sources(name, folder=None):
     """Return the texts of a kernel, of its headers and of what they are compiled with, by file name.
 
-    The kernel's folder is `cuda/` unless another one is given; the headers are always those of `cuda/include/`.
+    The kernel's folder is `cuda/` unless another one is given; the headers are always those of `cuda/include/`. Nothing
+    is read twice in a process.
     """
     folder = source_folder() if folder is None else folder
     headers = [*(source_folder() / "include").glob("*.cuh"), *(HERE / "include").glob("*.cuh"), *RUNTIME.glob("*.h")]
@@ -90,6 +97,7 @@ def _entry(name):
 
 
 def _edited(files, edits):
+    files = dict(files)
     for old, new in edits:
         counts = {file: text.count(old) for file, text in files.items() if old in text}
         if sum(counts.values()) != 1:
@@ -121,8 +129,3 @@ def _run(command, folder=None):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-
-
-@functools.cache
-def _load(path):
-    return ctypes.CDLL(str(path))

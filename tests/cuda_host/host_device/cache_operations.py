@@ -1,6 +1,7 @@
 """The cache operations of the package, computed by the kernels of `cuda/`."""
 
 from host_device.device import widest_vector
+from pagedkv.kernels import variants
 
 
 def layout(cache):
@@ -15,9 +16,8 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
     width = widest_vector(k_cache, v_cache, k, v)
     device.run(
-        "append_kv",
+        variants.copying("append_kv", k_cache.element_size(), width),
         "AppendKVParams",
-        {"PKV_ELEMENT_BYTES": k_cache.element_size(), "PKV_VECTOR_BYTES": width},
         tensors,
         {
             "num_tokens": num_tokens,
@@ -33,7 +33,6 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
         },
         writable={"k_cache", "v_cache"},
         grid=max(num_tokens, 1),
-        threads=128,
     )
 
 
@@ -46,9 +45,8 @@ def copy_blocks(device, pool, pairs):
     width = next(w for w in (16, 8, pool.element_size()) if span_size * pool.element_size() % w == 0)
     chunks = -(-span_size * pool.element_size() // (width * 256 * 8))
     device.run(
-        "copy_blocks",
+        variants.copying("copy_blocks", pool.element_size(), width),
         "CopyBlocksParams",
-        {"PKV_ELEMENT_BYTES": pool.element_size(), "PKV_VECTOR_BYTES": width},
         {"cache": pool, "copies": pairs},
         {
             "span_size": span_size,
@@ -59,7 +57,6 @@ def copy_blocks(device, pool, pairs):
         },
         writable={"cache"},
         grid=max(len(pairs) * num_spans * chunks, 1),
-        threads=256,
     )
 
 
@@ -69,9 +66,8 @@ def move_kv(device, pool, slot_moves, group=0):
     width = widest_vector(pool)
     vectors = num_layers * sides * num_kv_heads * head_dim * pool.element_size() // width
     device.run(
-        "move_kv",
+        variants.copying("move_kv", pool.element_size(), width),
         "MoveKVParams",
-        {"PKV_ELEMENT_BYTES": pool.element_size(), "PKV_VECTOR_BYTES": width},
         {"cache": pool, "slot_moves": slot_moves},
         {
             "num_moves": len(slot_moves),
@@ -86,5 +82,4 @@ def move_kv(device, pool, slot_moves, group=0):
         },
         writable={"cache"},
         grid=-(-vectors // 128),
-        threads=128,
     )

@@ -34,32 +34,32 @@ class HostDevice:
         self._build = {"edits": edits, "asan": asan}
         self._macros = macros or {}
 
-    def run(self, kernel, struct, macros, tensors, values, *, writable, grid, threads, shared_bytes=0):
+    def run(self, variant, struct, tensors, values, writable, grid):
         """Run a kernel.
 
         Parameters
         ----------
-        kernel, struct : str
-            The kernel, and the name of its parameter struct.
-        macros : dict
-            The variant.
+        variant : pagedkv.kernels.variants.Variant
+            The kernel as it is compiled, and its shape.
+        struct : str
+            The name of its parameter struct.
         tensors : dict of str to tensor or None
             The parameters that are pointers, by name; None is a null pointer.
         values : dict
             The other parameters.
         writable : set of str
             The tensors that the kernel may write.
-        grid, threads, shared_bytes : int
-            The launch.
+        grid : int
+            Blocks.
         """
-        library = build_kernel(kernel, self._macros | macros, **self._build)
+        library = build_kernel(variant.kernel, self._macros | dict(variant.macros), **self._build)
         memory = Memory()
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         placed = memory.place_all(given, writable=writable)
         addresses = {name: placed[name].data_ptr() if name in placed else 0 for name in tensors}
-        params = pack(struct_of(kernel, struct), addresses | values)
-        done = launch(library, params, (grid,), threads, shared_bytes, memory, **self._how)
-        self.launched.append((kernel, done))
+        params = pack(struct_of(variant.kernel, struct), addresses | values)
+        done = launch(library, params, (grid,), variant.threads, variant.shared_bytes, memory, **self._how)
+        self.launched.append((variant.kernel, done))
         for name in writable & given.keys():
             given[name].copy_(placed[name])
 

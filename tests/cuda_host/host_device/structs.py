@@ -1,5 +1,6 @@
 """The structs of a kernel's sources, as NumPy sees them: read from the text, so that nobody writes them twice."""
 
+import functools
 import re
 
 import numpy as np
@@ -12,7 +13,8 @@ STRUCT = re.compile(r"^struct (\w+) \{$(.*?)^\};$", re.MULTILINE | re.DOTALL)
 FIELD = re.compile(r"^  (G<[^>]*>|\w+) (\w+(?:, \w+)*);$", re.MULTILINE)
 
 
-def struct_of(kernel, name, *, sources=None):
+@functools.cache
+def struct_of(kernel, name, sources=None):
     """Return the dtype of a struct that a kernel's file or one of its headers defines."""
     texts = read_sources(kernel, sources)
     bodies = {}

@@ -1,0 +1,98 @@
+"""Who computes: the package on the CPU, with each instruction set, or the CUDA kernels on a host that checks them.
+
+A backend has the operations of the package, with their names and arguments.
+"""
+
+import functools
+
+import torch
+from host_device import HostDevice, attention, cache_operations, missing_tools
+
+import pagedkv.attention
+import pagedkv.kv_cache
+
+CUDA = "cuda-on-host"
+FLOATS = {torch.float32, torch.float16, torch.bfloat16}
+SCHEDULES = ("uniform", "warp-priority")
+
+
+class Cpu:
+    """The package itself."""
+
+    default_dtype = torch.float32
+    paged_attention = staticmethod(pagedkv.attention.paged_attention)
+    merge_states = staticmethod(pagedkv.attention.merge_states)
+    append_kv = staticmethod(pagedkv.kv_cache.append_kv)
+    copy_blocks = staticmethod(pagedkv.kv_cache.copy_blocks)
+    move_kv = staticmethod(pagedkv.kv_cache.move_kv)
+    gather_kv = staticmethod(pagedkv.kv_cache.gather_kv)
+
+
+class CudaOnHost:
+    """The kernels of `cuda/`, each of them run under both schedules, which must give the same bits."""
+
+    default_dtype = torch.bfloat16
+
+    def __init__(self, **device):
+        self._device = device
+
+    def paged_attention(self, *arrays, out=None, **options):
+        """Compute attention; arrays may be NumPy's."""
+        q, *others = (torch.as_tensor(array) for array in arrays)
+        options = {name: _as_vector(value) for name, value in options.items()}
+        out = torch.empty_like(q) if out is None else out
+        first = self._attend(out, q, *others, **options)
+        again = self._attend(torch.empty_like(out), q, *others, schedule=SCHEDULES[1], **options)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+        return first if options.get("return_lse") else first[0]
+
+    def _attend(self, out, *arrays, schedule=SCHEDULES[0], **options):
+        device = HostDevice(schedule=schedule, **self._device)
+        result = attention.paged_attention(device, *arrays, out=out, **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    def append_kv(self, *arrays, **options):
+        """Write keys and values; caches are modified under the second schedule only where the first agrees."""
+        self._twice(functools.partial(cache_operations.append_kv, **options), arrays, (2, 3))
+
+    def copy_blocks(self, pool, pairs):
+        """Copy blocks."""
+        self._twice(cache_operations.copy_blocks, (pool, pairs), (0,))
+
+    def move_kv(self, pool, slot_moves, group=0):
+        """Move tokens."""
+        self._twice(cache_operations.move_kv, (pool, slot_moves, group), (0,))
+
+    def _twice(self, operation, arrays, modified):
+        arrays = [torch.as_tensor(a) if hasattr(a, "shape") else a for a in arrays]
+        before = [arrays[i].clone() for i in modified]
+        results = []
+        for schedule in SCHEDULES:
+            for i, values in zip(modified, before, strict=True):
+                arrays[i].copy_(values)
+            operation(HostDevice(schedule=schedule, **self._device), *arrays)
+            results.append([arrays[i].clone() for i in modified])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(_bits(one), _bits(other))
+
+
+def backends(cpu):
+    """Return the names of all backends; `cpu` are those of the package."""
+    return [*cpu, *([] if missing_tools() else [CUDA])]
+
+
+def lacks(params):
+    """Whether a test's parameters ask of the CUDA kernels what they refuse: float32, long heads, two float types."""
+    stored, queries = params.get("dtype"), params.get("q_dtype")
+    if torch.float32 in (stored, queries) or params.get("head_dim", 0) > 256:
+        return True
+    return {stored, queries} <= FLOATS and stored != queries
+
+
+def _as_vector(value):
+    return torch.as_tensor(value).contiguous() if hasattr(value, "shape") else value
+
+
+def _bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
