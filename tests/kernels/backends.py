@@ -33,7 +33,8 @@ class CudaOnHost:
 
     default_dtype = torch.bfloat16
 
-    def __init__(self, **device):
+    def __init__(self, piece=256, **device):
+        self._piece = piece  # of keys, at whose multiples long sequences are cut
         self._device = device
 
     def paged_attention(self, *arrays, out=None, **options):
@@ -49,7 +50,7 @@ class CudaOnHost:
 
     def _attend(self, out, *arrays, schedule=SCHEDULES[0], **options):
         device = HostDevice(schedule=schedule, **self._device)
-        result = attention.paged_attention(device, *arrays, out=out, **options)
+        result = attention.paged_attention(device, *arrays, out=out, piece=self._piece, **options)
         return result if isinstance(result, tuple) else (result,)
 
     def append_kv(self, *arrays, **options):
@@ -83,11 +84,12 @@ def backends(cpu):
 
 
 def lacks(params):
-    """Whether a test's parameters ask of the CUDA kernels what they refuse: float32, long heads, two float types."""
-    stored, queries = params.get("dtype"), params.get("q_dtype")
-    if torch.float32 in (stored, queries) or params.get("head_dim", 0) > 256:
-        return True
-    return {stored, queries} <= FLOATS and stored != queries
+    """Whether a test's parameters ask of the CUDA kernels what they refuse."""
+    stored, of_input = params.get("dtype"), params.get("q_dtype")
+    if params.get("backend") == CUDA:  # attention: no float32, no two float types, no longer heads
+        other_float = of_input is not None and {stored, of_input} <= FLOATS and stored != of_input
+        return other_float or torch.float32 in (stored, of_input) or params.get("head_dim", 0) > 256
+    return params.get("operations") == CUDA and params.get("cache_dtype", stored) != stored  # a copy of one type
 
 
 def _as_vector(value):

@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(config, items):
     kept, refused = [], []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        (refused if params.get("backend") == CUDA and lacks(params) else kept).append(item)
+        (refused if lacks(params) else kept).append(item)
     if refused:
         config.hook.pytest_deselected(items=refused)
         items[:] = kept

@@ -32,21 +32,21 @@ def caches(make_pool):
 @pytest.mark.parametrize("layout", ["block", "layer"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=name)
-def test_append_kv_matches_oracle_when_types_and_layout_vary(make_pool, dtype, cache_dtype, layout):
+def test_append_kv_matches_oracle_when_types_and_layout_vary(operations, make_pool, dtype, cache_dtype, layout):
     pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, cache_dtype, layout)
     k, v = make_tokens(8, dtype)
     slots = make_slots(34, 0, -1, 7, 6, 5, -1, 20)
     want = pool.float().numpy()
     exact = [tokens.to(cache_dtype).float().numpy() for tokens in (k, v)]
     reference.append_kv(*exact, want[:, 1, 0], want[:, 1, 1], slots.numpy())
-    append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
+    operations.append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slots)
     np.testing.assert_array_equal(pool.float().numpy(), want)
 
 
-def test_append_kv_reads_the_right_rows_when_k_and_v_are_parts_of_one_array(caches):
+def test_append_kv_reads_the_right_rows_when_k_and_v_are_parts_of_one_array(operations, caches):
     k_cache, v_cache, _ = caches
     fused = torch.randn(4, 3, HEADS, HEAD_DIM)
-    append_kv(fused[:, 1], fused[:, 2], k_cache, v_cache, make_slots(3, 2, 1, 0))
+    operations.append_kv(fused[:, 1], fused[:, 2], k_cache, v_cache, make_slots(3, 2, 1, 0))
     assert torch.equal(k_cache[0, :, :4], fused[:, 1].flip(0).transpose(0, 1))
     assert torch.equal(v_cache[0, :, :4], fused[:, 2].flip(0).transpose(0, 1))
 
@@ -103,9 +103,9 @@ def test_append_kv_stores_the_largest_number_when_fp8_has_no_larger_one(make_poo
     assert (pool[0, 1, 1, :, 0].float() == -448).all()
 
 
-def test_append_kv_writes_nothing_when_there_are_no_tokens(caches):
+def test_append_kv_writes_nothing_when_there_are_no_tokens(operations, caches):
     k_cache, v_cache, pool = caches
-    append_kv(*make_tokens(0), k_cache, v_cache, make_slots())
+    operations.append_kv(*make_tokens(0), k_cache, v_cache, make_slots())
     assert pool.isnan().all()
 
 

@@ -13,14 +13,14 @@ def number_blocks(pool):
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])
-def test_copy_blocks_matches_oracle_when_types_and_layout_vary(make_pool, dtype, layout, make_pairs):
+def test_copy_blocks_matches_oracle_when_types_and_layout_vary(operations, make_pool, dtype, layout, make_pairs):
     pool = make_pool(9, 2, 3, 8, torch.float32, layout)
     pool.copy_(torch.randn(pool.shape))
     pool = pool.to(dtype)
     pairs = make_pairs((1, 2), (1, 4), (8, 0), (3, 7))
     want = pool.float().numpy()
     reference.copy_blocks(want, pairs.numpy())
-    copy_blocks(pool, pairs)
+    operations.copy_blocks(pool, pairs)
     np.testing.assert_array_equal(pool.float().numpy(), want)
 
 
@@ -38,10 +38,10 @@ def test_copy_blocks_copies_the_right_blocks_when_strides_are_negative():
     assert pool[:, 0, 1, 0, 0, 0].tolist() == [0, 2, 1, 0]
 
 
-def test_copy_blocks_does_nothing_when_there_are_no_pairs(make_pool, make_pairs):
+def test_copy_blocks_does_nothing_when_there_are_no_pairs(operations, make_pool, make_pairs):
     pool = number_blocks(make_pool(3, 1, 1, 8))
     before = pool.clone()
-    copy_blocks(pool, make_pairs())
+    operations.copy_blocks(pool, make_pairs())
     assert torch.equal(pool, before)
 
 

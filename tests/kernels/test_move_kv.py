@@ -26,14 +26,14 @@ def read_slots(pool):
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])
-def test_move_kv_matches_oracle_when_types_and_layout_vary(make_pool, dtype, layout):
+def test_move_kv_matches_oracle_when_types_and_layout_vary(operations, make_pool, dtype, layout):
     pool = make_pool(7, 2, 3, 8, torch.float32, layout)
     pool.copy_(torch.randn(pool.shape))
     pool = pool.to(dtype)
     moves = make_moves((9, 5), (11, 6), (16, 9), (20, 1))
     want = pool.float().numpy()
     reference.move_kv(want, moves.numpy())
-    move_kv(pool, moves)
+    operations.move_kv(pool, moves)
     np.testing.assert_array_equal(pool.float().numpy(), want)
 
 
@@ -43,11 +43,11 @@ def test_move_kv_reads_all_sources_first_when_slots_change_places(make_pool):
     assert read_slots(pool) == [0, 3, 1, 2, 4, 5, 6, 7]
 
 
-def test_move_kv_passes_over_the_moves_of_other_groups(make_pool):
+def test_move_kv_passes_over_the_moves_of_other_groups(operations, make_pool):
     pool = number_slots(make_pool(2, 1, 2, 8))
-    move_kv(pool, torch.cat([make_moves((3, 0)), make_moves((99, 2), (1, 2), group=1)]))
+    operations.move_kv(pool, torch.cat([make_moves((3, 0)), make_moves((99, 2), (1, 2), group=1)]))
     assert read_slots(pool) == [3, 1, 2, 3]
-    move_kv(pool, make_moves((3, 1), group=2), group=2)
+    operations.move_kv(pool, make_moves((3, 1), group=2), group=2)
     assert read_slots(pool) == [3, 3, 2, 3]
 
 
@@ -59,10 +59,10 @@ def test_move_kv_leaves_other_memory_alone_when_the_pool_is_a_part_of_it(part_of
     assert memory.eq(-1).sum() == memory.numel() - pool.numel()
 
 
-def test_move_kv_reads_and_writes_nothing_else_when_the_rest_is_poison(make_pool):
+def test_move_kv_reads_and_writes_nothing_else_when_the_rest_is_poison(operations, make_pool):
     pool = make_pool(3, 2, 4, 16)
     pool[1, ..., 2, :] = 7
-    move_kv(pool, make_moves((6, 9)))
+    operations.move_kv(pool, make_moves((6, 9)))
     assert pool[2, ..., 1, :].eq(7).all()
     assert pool.isnan().sum() == pool.numel() - 2 * pool[0, ..., 0, :].numel()
 
@@ -78,9 +78,9 @@ def test_move_kv_matches_oracle_when_threads_share_the_work(make_pool):
     assert torch.equal(slots[sources], sources.float())
 
 
-def test_move_kv_does_nothing_when_there_are_no_moves(make_pool):
+def test_move_kv_does_nothing_when_there_are_no_moves(operations, make_pool):
     pool = number_slots(make_pool(3, 1, 1, 8))
-    move_kv(pool, make_moves())
+    operations.move_kv(pool, make_moves())
     assert read_slots(pool) == [0, 1, 2]
 
 
