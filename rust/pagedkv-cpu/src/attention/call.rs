@@ -50,16 +50,16 @@ pub(super) struct Path {
 
 impl Path {
     pub(super) fn new(isa: Isa, kernels: Kernels, head_dim: usize) -> Self {
-        // The order of a unit is that of all of them.
-        let (keys, values) = (kernels.keys.order(1, kernels.lanes), kernels.values.order(1, kernels.lanes));
-        let q_len = head_dim.next_multiple_of(keys.len());
+        let lanes = kernels.lanes;
+        let [key_unit, value_unit] = [kernels.keys.unit(lanes), kernels.values.unit(lanes)];
+        let q_len = head_dim.next_multiple_of(key_unit);
         Self {
             kernels,
             isa,
-            key_cells: Cells::of(&keys),
-            value_cells: Cells::of(&values),
+            key_cells: Cells::of(key_unit, |cell| kernels.keys.element(lanes, cell)),
+            value_cells: Cells::of(value_unit, |cell| kernels.values.element(lanes, cell)),
             q_len: if kernels.keys.is_paired { q_len / 2 } else { q_len },
-            acc_len: head_dim.next_multiple_of(values.len()),
+            acc_len: head_dim.next_multiple_of(value_unit),
         }
     }
 

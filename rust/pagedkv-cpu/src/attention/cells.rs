@@ -10,15 +10,15 @@ pub(super) enum Cells {
 }
 
 impl Cells {
-    /// The order in which each cell holds the element that is listed for it.
-    pub(super) fn of(elements: &[usize]) -> Self {
-        let cells = match elements.iter().position(|element| *element == 1) {
+    /// The order in which each cell of a unit holds the element that `element` names.
+    pub(super) fn of(unit: usize, element: impl Fn(usize) -> usize) -> Self {
+        let cells = match (0..unit).find(|cell| element(*cell) == 1) {
             None | Some(1) => Self::Natural,
             Some(half) => Self::EvensFirst(half),
         };
         debug_assert!(
-            elements.iter().enumerate().all(|(cell, element)| cells.element(cell) == *element),
-            "broken law: {cells:?} is not {elements:?}"
+            (0..unit).all(|cell| cells.element(cell) == element(cell)),
+            "broken law: {cells:?} is not the order of a unit of {unit}"
         );
         cells
     }

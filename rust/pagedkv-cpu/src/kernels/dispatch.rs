@@ -118,28 +118,32 @@ impl Kernels {
 }
 
 impl KeyKernels {
-    /// The element of a row of keys that belongs to each cell of a packed query; `head_dim` or more where there is none.
-    pub(crate) fn order(&self, head_dim: usize, lanes: usize) -> Vec<usize> {
-        let dtype = if self.is_paired || self.is_packed { DType::F32 } else { self.dtype };
-        order(dtype, self.dtype, head_dim, lanes)
+    /// Elements of a unit of keys.
+    pub(crate) fn unit(&self, lanes: usize) -> usize {
+        unit(self.dtype, lanes)
+    }
+
+    /// The element of a unit of keys that belongs to a cell of a packed query.
+    pub(crate) fn element(&self, lanes: usize, cell: usize) -> usize {
+        let order = if self.is_paired || self.is_packed { DType::F32 } else { self.dtype };
+        position(order, lanes, cell / lanes, cell % lanes)
     }
 }
 
 impl ValueKernels {
-    /// The element of a row of values that belongs to each cell of an accumulator; `head_dim` or more where there is none.
-    pub(crate) fn order(&self, head_dim: usize, lanes: usize) -> Vec<usize> {
-        order(self.dtype, self.dtype, head_dim, lanes)
+    /// Elements of a unit of values.
+    pub(crate) fn unit(&self, lanes: usize) -> usize {
+        unit(self.dtype, lanes)
+    }
+
+    /// The element of a unit of values that belongs to a cell of an accumulator.
+    pub(crate) fn element(&self, lanes: usize, cell: usize) -> usize {
+        position(self.dtype, lanes, cell / lanes, cell % lanes)
     }
 }
 
-/// Elements in the order of `order`, for whole units of `stored`.
-fn order(order: DType, stored: DType, head_dim: usize, lanes: usize) -> Vec<usize> {
-    let unit = lanes * 4 / stored.size_bytes();
-    let mut elements = Vec::with_capacity(head_dim.next_multiple_of(unit));
-    for first in (0..head_dim).step_by(unit) {
-        elements.extend((0..unit).map(|i| first + position(order, lanes, i / lanes, i % lanes)));
-    }
-    elements
+fn unit(stored: DType, lanes: usize) -> usize {
+    lanes * 4 / stored.size_bytes()
 }
 
 macro_rules! kernels {
