@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from pagedkv import LLM, CacheConfig, KVCache, SamplingParams, Scheduler, SchedulerConfig  # noqa: E402
+from pagedkv.attention import instruction_sets  # noqa: E402
 from pagedkv.models import TransformersModel, load_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,13 @@ class Case:
     def params(self):
         """Return what makes `LLM` do the same."""
         return SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True)
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request, monkeypatch):
+    """Force each instruction set that this processor has; return its name."""
+    monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="session", autouse=True)

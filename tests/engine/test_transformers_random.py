@@ -24,6 +24,12 @@ def test_transformers_random_model_gives_the_same_tokens(random_case, open_llm, 
     assert tokens(outputs) == random_case.expected
 
 
+def test_transformers_random_model_gives_the_same_tokens_whatever_the_instruction_set(random_case, open_llm, isa):
+    with open_llm(random_case.model, block_size=8, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(random_case.prompts, random_case.params, use_tqdm=False)
+    assert tokens(outputs) == random_case.expected, isa
+
+
 @pytest.mark.parametrize("max_plans_in_flight", [1, 2])
 def test_transformers_random_model_gives_the_same_tokens_when_requests_are_preempted(
     random_case, open_llm, max_plans_in_flight

@@ -1,5 +1,7 @@
 """Greedy tokens of SmolLM2 equal those of `transformers.generate`, token for token, in one continuous batch."""
 
+import pytest
+
 from pagedkv import SamplingParams
 
 
@@ -11,6 +13,13 @@ def test_transformers_smollm2_gives_the_same_tokens(smollm_case, open_llm):
     with open_llm(smollm_case.model, block_size=8, num_blocks=512, max_model_len=1024) as llm:
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
     assert tokens(outputs) == smollm_case.expected
+
+
+@pytest.mark.slow
+def test_transformers_smollm2_gives_the_same_tokens_whatever_the_instruction_set(smollm_case, open_llm, isa):
+    with open_llm(smollm_case.model, max_num_batched_tokens=256, num_blocks=256, max_model_len=1024) as llm:
+        outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
+    assert tokens(outputs) == smollm_case.expected, isa
 
 
 def test_transformers_smollm2_gives_the_same_tokens_when_prompts_come_in_chunks(smollm_case, open_llm):
