@@ -4,7 +4,7 @@
 //           one per layer where the layer is the outermost dimension
 //   copies  (num_copies, 2) int32, source and destination block; no destination twice, and none that is a source
 //
-// Variants: PKV_ELEMENT_BYTES 1, 2 or 4; PKV_VECTOR_BYTES, which divides every address and every stride in bytes.
+// Variants: PKV_VECTOR_BYTES, 1 to 16, which divides every address and every stride in bytes.
 // Mapping: a thread block of 256 copies a chunk of a span; grid.x = num_copies * num_spans * chunks per span. Each
 // thread has 8 loads in flight before its first store. Needs no shared memory; any architecture from sm_80 on.
 #include "paged_kv.cuh"
@@ -12,9 +12,7 @@
 constexpr i32 kThreads = 256;
 constexpr i32 kLoads = 8;
 constexpr i64 kChunkVectors = kThreads * kLoads;
-constexpr i64 kElementBytes = PKV_ELEMENT_BYTES;
 constexpr i64 kVectorBytes = PKV_VECTOR_BYTES;
-static_assert(kVectorBytes % kElementBytes == 0, "a vector holds whole elements");
 using Vec = Vector<PKV_VECTOR_BYTES>::type;
 
 struct CopyBlocksParams {
@@ -23,11 +21,12 @@ struct CopyBlocksParams {
   i64 span_size;  // elements
   i32 num_copies, num_spans;
   i64 block_stride, span_stride;  // elements
+  i32 element_bytes, unused;
 };
-static_assert(sizeof(CopyBlocksParams) == 48, "the launcher packs the same bytes");
+static_assert(sizeof(CopyBlocksParams) == 56, "the launcher packs the same bytes");
 
 extern "C" __global__ void __launch_bounds__(kThreads) copy_blocks(PKV_PARAM CopyBlocksParams p) {
-  const i64 span_vectors = p.span_size * kElementBytes / kVectorBytes;
+  const i64 span_vectors = p.span_size * p.element_bytes / kVectorBytes;
   const i64 span_chunks = (span_vectors + kChunkVectors - 1) / kChunkVectors;
   const i64 copy_chunks = span_chunks * p.num_spans;
   const i64 copy = blockIdx.x / copy_chunks;
@@ -38,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) copy_blocks(PKV_PARAM Cop
   const i64 source = load(p.copies + 2 * copy);
   const i64 destination = load(p.copies + 2 * copy + 1);
   const i64 span_offset = span * p.span_stride;
-  const G<const u8> from = {p.cache.address + (source * p.block_stride + span_offset) * kElementBytes};
-  const G<u8> to = p.cache + (destination * p.block_stride + span_offset) * kElementBytes;
+  const G<const u8> from = {p.cache.address + (source * p.block_stride + span_offset) * p.element_bytes};
+  const G<u8> to = p.cache + (destination * p.block_stride + span_offset) * p.element_bytes;
 
   const i64 first = chunk * kChunkVectors + threadIdx.x;
   Vec vectors[kLoads];

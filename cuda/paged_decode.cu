@@ -104,14 +104,7 @@ PKV_DEV void attend(const AttentionParams& p, const WorkItem& item, const RowRul
   for (i32 pair = 0; pair < KeyTile::kRowChunks / 2; pair++) {
     add_scores<KV, kHeadDim, 1, 1>(scores, k_tile, 0, pair, lane, query);
   }
-#pragma unroll
-  for (i32 n = 0; n < 2; n++) {
-#pragma unroll
-    for (i32 e = 0; e < 4; e++) {
-      const i32 key = first_key + n * 8 + lane % 4 * 2 + e % 2;
-      scores[0][n][e] = score_of<kAllFeatures>(p, item, rules[e / 2], scores[0][n][e], key);
-    }
-  }
+  make_scores<kAllFeatures>(p, item, rules, scores[0], first_key, 0, lane, true);
   soften(scores[0], rows, out[0]);
   u32 weights[1][4];
   weight_fragment<Math>(weights[0], scores[0][0], scores[0][1]);
@@ -157,7 +150,12 @@ PKV_DEV void join_results(const AttentionParams& p, const WorkItem& item, i32 kv
       sum.x += pair.x * factor;
       sum.y += pair.y * factor;
     }
-    store_pair<Q, kAllFeatures>(p, item, kv_head, row, dim, total, {sum.x * v_scale, sum.y * v_scale});
+    sum = {sum.x * v_scale, sum.y * v_scale};
+    if (item.partial_row >= 0) {
+      store_partial(p, item, kv_head, row, dim, total, sum);
+    } else {
+      store_whole<Q, kAllFeatures>(p, item, kv_head, row, dim, total, sum);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 // What paged_decode and paged_prefill have in common: their parameters, the work item of a thread block, its query rows.
 #pragma once
+#include "numbers.cuh"
 #include "paged_kv.cuh"
 
 constexpr float kLog2E = 1.4426950408889634f;
@@ -36,9 +37,6 @@ struct MergeItem {
 };
 static_assert(sizeof(MergeItem) == kMergeItemWords * 4, "the planner packs the same words");
 
-// Types of alibi_slopes and sinks.
-constexpr i32 kNumberF32 = 0, kNumberF16 = 1, kNumberBF16 = 2;
-
 struct AttentionParams {
   G<u8> out;                                     // (num_tokens, num_q_heads, head_dim), of q's type
   G<float> lse;                                  // (num_tokens, num_q_heads), or null
@@ -56,7 +54,7 @@ struct AttentionParams {
   i64 q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, table_row_stride;  // elements
   i32 num_kv_heads, group, head_dim, block_size;
   i32 k_scale_stride, v_scale_stride;            // 0 where one scale serves all heads
-  i32 slopes_type, sinks_type;
+  i32 slopes_type, sinks_type;                   // kTypeF32, kTypeF16 or kTypeBF16
   i32 sliding_window;                            // keys that a query sees, or 0: all
   i32 copy_bytes;                                // 16 or 8: divides addresses and strides of the caches, in bytes
   float softmax_scale;
@@ -101,12 +99,6 @@ PKV_DEV QueryRow query_row(const AttentionParams& p, const Item& item, i32 kv_he
   return {query, kv_head * p.group + of_sequence - query * p.group};
 }
 
-PKV_DEV float scale_of(G<const float> scales, i32 stride, i32 kv_head) {
-  return scales ? load(scales + static_cast<i64>(kv_head) * stride) : 1.f;
-}
-
 PKV_DEV float number_of(G<const u8> numbers, i32 type, i32 index) {
-  if (type == kNumberF32) return load_as<float>(numbers + static_cast<i64>(index) * 4);
-  const u32 bits = load_as<u16>(numbers + static_cast<i64>(index) * 2);
-  return type == kNumberF16 ? unpack(F16{}, bits).x : unpack(BF16{}, bits).x;
+  return load_numbers<1>(numbers + static_cast<i64>(index) * bytes_of_type(type), type).value[0];
 }

@@ -25,3 +25,8 @@ struct KVLayout {
     return place.block * block_stride + head * head_stride + place.offset * slot_stride;
   }
 };
+
+// A factor for all KV heads (stride 0) or each (stride 1); 1 where there is none.
+PKV_DEV float scale_of(G<const float> scales, i32 stride, i32 kv_head) {
+  return scales ? load(scales + static_cast<i64>(kv_head) * stride) : 1.f;
+}

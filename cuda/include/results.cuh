@@ -51,11 +51,9 @@ PKV_DEV void store_whole(const AttentionParams& p, const Item& item, i32 kv_head
   if (dim == 0) store_lse(p, item, at, lse_of(whole));
 }
 
-// The same to the output, or normalised to the workspace if other items have the rest of the row's keys.
-template <class Out, bool kHasSinks>
-PKV_DEV void store_pair(const AttentionParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 dim, RowTotal total,
-                        f32x2 pair) {
-  if (item.partial_row < 0) return store_whole<Out, kHasSinks>(p, item, kv_head, row, dim, total, pair);
+// The same of a row whose other keys other items have: normalised, to the workspace.
+PKV_DEV void store_partial(const AttentionParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 dim, RowTotal total,
+                           f32x2 pair) {
   const i64 index = partial_index(p, item, kv_head, row);
   const float factor = normaliser(total, total.base);
   store_as(p.partial_out + (index * p.head_dim + dim) * 4, f32x2{pair.x * factor, pair.y * factor});

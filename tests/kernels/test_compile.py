@@ -12,7 +12,7 @@ from pagedkv.kernels import nvrtc
 from pagedkv.kernels.variants import VARIANTS
 
 ARCHITECTURES = ("sm_80", "sm_90a")
-BFLOAT16 = {"PKV_ELEMENT_BYTES": 2, "PKV_VECTOR_BYTES": 16}
+COPY = {"PKV_ELEMENTS": 0, "PKV_VECTOR_BYTES": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def test_variant_compiles_within_its_registers_and_spills_nothing(variant, arch)
 
 @pytest.mark.usefixtures("compiler")
 def test_cubin_comes_from_disk_when_nothing_changed(cache):
-    first = kernels.compile_kernel("append_kv", "sm_80", BFLOAT16)
+    first = kernels.compile_kernel("append_kv", "sm_80", COPY)
     written = {path: path.stat().st_ino for path in cache.iterdir()}
-    again = kernels.compile_kernel("append_kv", "sm_80", dict(reversed(BFLOAT16.items())))
+    again = kernels.compile_kernel("append_kv", "sm_80", dict(reversed(COPY.items())))
     assert again == first
     assert {path: path.stat().st_ino for path in cache.iterdir()} == written
     assert sorted(path.suffix for path in written) == [".cubin", ".log"]
@@ -65,21 +65,21 @@ def test_cubin_comes_from_disk_when_nothing_changed(cache):
 @pytest.mark.parametrize("file", ["append_kv.cu", "include/paged_kv.cuh", "include/device.cuh", "include/ptx.cuh"])
 @pytest.mark.usefixtures("compiler")
 def test_kernel_is_compiled_anew_when_source_or_header_changed(sources, file):
-    before = kernels.compile_kernel("append_kv", "sm_80", BFLOAT16, sources=sources)
+    before = kernels.compile_kernel("append_kv", "sm_80", COPY, sources=sources)
     with (sources / file).open("a") as source:
         source.write("// edited\n")
-    assert kernels.compile_kernel("append_kv", "sm_80", BFLOAT16, sources=sources).path != before.path
+    assert kernels.compile_kernel("append_kv", "sm_80", COPY, sources=sources).path != before.path
 
 
 def test_kernel_is_compiled_anew_when_macros_architecture_or_compiler_changed(compiler, monkeypatch):
     paths = {
-        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16).path,
-        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16 | {"PKV_VECTOR_BYTES": 8}).path,
-        kernels.compile_kernel("append_kv", "sm_90a", BFLOAT16).path,
+        kernels.compile_kernel("append_kv", "sm_80", COPY).path,
+        kernels.compile_kernel("append_kv", "sm_80", COPY | {"PKV_VECTOR_BYTES": 8}).path,
+        kernels.compile_kernel("append_kv", "sm_90a", COPY).path,
     }
     other = dataclasses.replace(compiler, version="99.0")
     monkeypatch.setattr(kernels, "load_compiler", lambda: other)
-    paths.add(kernels.compile_kernel("append_kv", "sm_80", BFLOAT16).path)
+    paths.add(kernels.compile_kernel("append_kv", "sm_80", COPY).path)
     assert len(paths) == 4
 
 
@@ -93,9 +93,9 @@ def test_compile_error_holds_the_log_when_a_kernel_includes_foreign_headers(sour
 
 
 @pytest.mark.usefixtures("compiler")
-def test_compile_error_says_why_when_a_vector_splits_an_element():
-    with pytest.raises(nvrtc.CompileError, match="a vector holds whole elements"):
-        kernels.compile_kernel("copy_blocks", "sm_80", {"PKV_ELEMENT_BYTES": 4, "PKV_VECTOR_BYTES": 2})
+def test_compile_error_says_why_when_nothing_is_to_be_moved():
+    with pytest.raises(nvrtc.CompileError, match="elements are converted or vectors moved"):
+        kernels.compile_kernel("append_kv", "sm_80", {"PKV_ELEMENTS": 0, "PKV_VECTOR_BYTES": 0})
 
 
 @pytest.mark.usefixtures("compiler")
@@ -105,20 +105,20 @@ def test_nothing_stays_on_disk_when_writing_is_cut_short(cache, monkeypatch):
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        kernels.compile_kernel("append_kv", "sm_80", BFLOAT16)
+        kernels.compile_kernel("append_kv", "sm_80", COPY)
     assert list(cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("arch", ["sm80", "compute_80", "sm_90b", "sm_80 -G", ""])
 def test_value_error_names_the_architecture_when_it_is_none(arch):
     with pytest.raises(ValueError, match="arch must be like"):
-        kernels.compile_kernel("append_kv", arch, BFLOAT16)
+        kernels.compile_kernel("append_kv", arch, COPY)
 
 
 @pytest.mark.parametrize("name", ["append", "include/device", "../README"])
 def test_value_error_names_the_kernel_when_there_is_none(name):
     with pytest.raises(ValueError, match=f"no kernel '{name}'"):
-        kernels.compile_kernel(name, "sm_80", BFLOAT16)
+        kernels.compile_kernel(name, "sm_80", COPY)
 
 
 def test_missing_nvrtc_names_the_extra_that_brings_it(monkeypatch):

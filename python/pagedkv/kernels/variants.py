@@ -16,7 +16,7 @@ QUERY_DTYPES = ("float16", "bfloat16")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 DTYPE_PAIRS = tuple((q, kv) for q in QUERY_DTYPES for kv in (q, *FP8_DTYPES))
 HEAD_DIM_CLASSES = (64, 128, 192, 256)
-VECTOR_BYTES = (16, 8, 4, 2, 1)
+VECTOR_BYTES = (16, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Variant:
         The most registers that a thread may use: so many that the blocks its shape is made for fit side by side.
     shared_bytes : int
         Dynamic shared memory of a block.
+    rows : int
+        Query rows of a work item, where there are such.
     """
 
     kernel: str
@@ -42,6 +44,7 @@ class Variant:
     threads: int
     registers: int
     shared_bytes: int = 0
+    rows: int = 0
 
     @property
     def name(self) -> str:
@@ -62,6 +65,21 @@ _DECODE = {
     128: _DecodeShape(4, {2: 3, 1: 4}, 168),
     192: _DecodeShape(4, {2: 2, 1: 4}, 255),
     256: _DecodeShape(2, {2: 2, 1: 4}, 255),
+}
+
+
+@dataclass(frozen=True)
+class _PrefillShape:
+    row_tiles: int
+    keys: int
+
+
+# Results of two row tiles take as many registers at 128 elements as those of one at 256.
+_PREFILL = {
+    64: _PrefillShape(row_tiles=2, keys=64),
+    128: _PrefillShape(row_tiles=2, keys=32),
+    192: _PrefillShape(row_tiles=1, keys=32),
+    256: _PrefillShape(row_tiles=1, keys=32),
 }
 
 
@@ -88,7 +106,24 @@ def paged_decode(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) 
         "PKV_STAGES": stages,
         "PKV_SHARED_BYTES": shared_bytes,
     }
-    return _variant("paged_decode", macros, shape.warps * 32, shape.registers, shared_bytes)
+    return _variant("paged_decode", macros, shape.warps * 32, shape.registers, shared_bytes, 16)
+
+
+def paged_prefill(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) -> Variant:
+    """Return the variant of `paged_prefill` for types and a head dimension."""
+    _check_pair(q_dtype, kv_dtype)
+    padded = head_dim_class(head_dim)
+    shape, rows = _PREFILL[padded], 4 * 16 * _PREFILL[padded].row_tiles
+    # The layout of `Shared` in the kernel: two stages of keys and values, queries, where rows lie, exponents.
+    shared_bytes = (
+        2 * 2 * shape.keys * padded * ELEMENT_BYTES[kv_dtype] + rows * padded * 2 + 2 * shape.keys * 16 + rows * 4
+    )
+    macros = _attention_macros(q_dtype, kv_dtype, padded, features) | {
+        "PKV_ROW_TILES": shape.row_tiles,
+        "PKV_KEYS": shape.keys,
+        "PKV_SHARED_BYTES": shared_bytes,
+    }
+    return _variant("paged_prefill", macros, 128, 255, shared_bytes, rows)
 
 
 def merge_partials(q_dtype: str) -> Variant:
@@ -98,14 +133,36 @@ def merge_partials(q_dtype: str) -> Variant:
     return _variant("merge_partials", {"PKV_Q": TAGS[q_dtype]}, 128, 64)
 
 
-def copying(kernel: str, element_bytes: int, vector_bytes: int) -> Variant:
-    """Return the variant of a copying kernel that moves elements in vectors."""
-    threads, registers = _COPYING[kernel]
-    macros = {"PKV_ELEMENT_BYTES": element_bytes, "PKV_VECTOR_BYTES": vector_bytes}
+def merge_states() -> Variant:
+    """Return the one variant of `merge_states`."""
+    return _variant("merge_states", {}, 128, 64)
+
+
+def widest_vector(divided: int, element_bytes: int) -> int:
+    """Return the widest vector of whole elements that divides `divided` bytes, a multiple of an element."""
+    return next(width for width in VECTOR_BYTES if divided % width == 0 and width % element_bytes == 0)
+
+
+def copying(kernel: str, vector_bytes: int) -> Variant:
+    """Return the variant of a copying kernel that moves vectors of so many bytes."""
+    threads, registers, converts = _COPYING[kernel]
+    macros = {"PKV_VECTOR_BYTES": vector_bytes} | ({"PKV_ELEMENTS": 0} if converts else {})
     return _variant(kernel, macros, threads, registers)
 
 
-_COPYING = {"append_kv": (128, 64), "copy_blocks": (256, 64), "move_kv": (128, 80)}
+def converting(kernel: str, elements: int) -> Variant:
+    """Return the variant of a kernel that converts so many elements, 1 or 8, at a time."""
+    threads, registers, _ = _COPYING[kernel]
+    return _variant(kernel, {"PKV_VECTOR_BYTES": 0, "PKV_ELEMENTS": elements}, threads, registers)
+
+
+# Threads of a block, the most registers, and whether a kernel converts too.
+_COPYING = {
+    "append_kv": (128, 64, True),
+    "copy_blocks": (256, 64, False),
+    "gather_kv": (128, 64, True),
+    "move_kv": (128, 80, False),
+}
 
 
 def _check_pair(q_dtype: str, kv_dtype: str) -> None:
@@ -126,20 +183,20 @@ def _attention_macros(q_dtype: str, kv_dtype: str, padded: int, features: bool) 
 
 
 def _variant(
-    kernel: str, macros: Mapping[str, int | str], threads: int, registers: int, shared_bytes: int = 0
+    kernel: str, macros: Mapping[str, int | str], threads: int, registers: int, shared_bytes: int = 0, rows: int = 0
 ) -> Variant:
-    return Variant(kernel, MappingProxyType(dict(macros)), threads, registers, shared_bytes)
+    return Variant(kernel, MappingProxyType(dict(macros)), threads, registers, shared_bytes, rows)
 
 
 VARIANTS: tuple[Variant, ...] = (
     *(
-        paged_decode(q, kv, head_dim, features=features)
-        for (q, kv), head_dim, features in product(DTYPE_PAIRS, HEAD_DIM_CLASSES, (False, True))
+        attention(q, kv, head_dim, features=features)
+        for attention, (q, kv), head_dim, features in product(
+            (paged_decode, paged_prefill), DTYPE_PAIRS, HEAD_DIM_CLASSES, (False, True)
+        )
     ),
     *(merge_partials(q) for q in QUERY_DTYPES),
-    *(
-        copying(kernel, element, vector)
-        for kernel, element, vector in product(_COPYING, (1, 2, 4), VECTOR_BYTES)
-        if vector in (element, 8, 16)
-    ),
+    merge_states(),
+    *(copying(kernel, vector) for kernel, vector in product(_COPYING, VECTOR_BYTES)),
+    *(converting(kernel, elements) for kernel in _COPYING if _COPYING[kernel][2] for elements in (8, 1)),
 )

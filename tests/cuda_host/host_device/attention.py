@@ -10,7 +10,6 @@ from host_device.plans import make_trees, make_work
 from pagedkv.kernels import variants
 
 NUMBER_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-DECODE_ROWS = 16
 
 
 def paged_attention(
@@ -51,7 +50,7 @@ def paged_attention(
     work = make_work(
         (seq_lens, query_start_loc, rows),
         group=group,
-        max_rows=DECODE_ROWS,
+        max_rows=variant.rows,
         piece=piece,
         trees=trees,
         window=sliding_window,
@@ -121,4 +120,4 @@ def name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-KERNELS = {"paged_decode": variants.paged_decode}
+KERNELS = {"paged_decode": variants.paged_decode, "paged_prefill": variants.paged_prefill}

@@ -1,7 +1,11 @@
 """The cache operations of the package, computed by the kernels of `cuda/`."""
 
+import torch
+
 from host_device.device import widest_vector
 from pagedkv.kernels import variants
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 
 def layout(cache):
@@ -14,9 +18,10 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
     """Write keys and values of new tokens into their slots."""
     num_tokens, num_kv_heads, head_dim = k.shape
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
+    tensors |= {"k_scale": None, "v_scale": None}
     width = widest_vector(k_cache, v_cache, k, v)
     device.run(
-        variants.copying("append_kv", k_cache.element_size(), width),
+        variants.copying("append_kv", width),
         "AppendKVParams",
         tensors,
         {
@@ -24,6 +29,10 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "block_size": k_cache.shape[2],
+            "cache_type": TYPES[k_cache.dtype],
+            "input_type": TYPES[k.dtype],
+            "k_scale_stride": 0,
+            "v_scale_stride": 0,
             "k_layout": layout(k_cache),
             "v_layout": layout(v_cache),
             "key_token_stride": k.stride(0),
@@ -42,10 +51,10 @@ def copy_blocks(device, pool, pairs):
     whole = pool[0].is_contiguous()
     span_size = pool[0].numel() if whole else pool[0, 0].numel()
     num_spans = 1 if whole else num_layers
-    width = next(w for w in (16, 8, pool.element_size()) if span_size * pool.element_size() % w == 0)
+    width = variants.widest_vector(span_size * pool.element_size(), pool.element_size())
     chunks = -(-span_size * pool.element_size() // (width * 256 * 8))
     device.run(
-        variants.copying("copy_blocks", pool.element_size(), width),
+        variants.copying("copy_blocks", width),
         "CopyBlocksParams",
         {"cache": pool, "copies": pairs},
         {
@@ -54,6 +63,8 @@ def copy_blocks(device, pool, pairs):
             "num_spans": num_spans,
             "block_stride": pool.stride(0),
             "span_stride": pool.stride(1),
+            "element_bytes": pool.element_size(),
+            "unused": 0,
         },
         writable={"cache"},
         grid=max(len(pairs) * num_spans * chunks, 1),
@@ -66,7 +77,7 @@ def move_kv(device, pool, slot_moves, group=0):
     width = widest_vector(pool)
     vectors = num_layers * sides * num_kv_heads * head_dim * pool.element_size() // width
     device.run(
-        variants.copying("move_kv", pool.element_size(), width),
+        variants.copying("move_kv", width),
         "MoveKVParams",
         {"cache": pool, "slot_moves": slot_moves},
         {
@@ -79,6 +90,8 @@ def move_kv(device, pool, slot_moves, group=0):
             "layout": layout(pool[:, 0, 0]),
             "layer_stride": pool.stride(1),
             "side_stride": pool.stride(2),
+            "element_bytes": pool.element_size(),
+            "unused": 0,
         },
         writable={"cache"},
         grid=-(-vectors // 128),

@@ -6,6 +6,7 @@ from host_device.build import build_kernel
 from host_device.launch import launch
 from host_device.memory import Memory
 from host_device.structs import pack, struct_of
+from pagedkv.kernels import variants
 
 
 class HostDevice:
@@ -65,10 +66,9 @@ class HostDevice:
 
 
 def widest_vector(*tensors):
-    """Return the bytes, 16 or 8 or an element, that divide the address and all strides of all tensors."""
+    """Return the bytes of the widest vector that divides the address and all strides of all tensors."""
     sizes = [tensor.element_size() for tensor in tensors]
     whole = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
     for tensor, size in zip(tensors, sizes, strict=True):
         whole += [stride * size for stride in tensor.stride()[:-1]] + [tensor.shape[-1] * size]
-    widest = math.gcd(*whole)
-    return next(width for width in (16, 8, max(sizes)) if widest % width == 0)
+    return variants.widest_vector(math.gcd(*whole), max(sizes))
