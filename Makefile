@@ -58,6 +58,10 @@ test: lint test-rust ## everything that CI runs, within 40 minutes on two cores
 test-full: lint test-rust ## `test` and what takes longer
 	$(BIN)/pytest
 
+.PHONY: compile-all
+compile-all: develop ## every variant of every CUDA kernel for every architecture
+	$(BIN)/pytest tests/kernels/test_compile.py
+
 .PHONY: test-rust
 test-rust: develop
 	cargo test --workspace $(LOCKED) --quiet

@@ -64,7 +64,7 @@ PKV_DEV void load_tile(const AttentionParams& p, const WorkItem& item, i32 tile)
   const smem_t k_tile = tile % 2 * Shared::kStage;
   const i32 row_bytes = p.head_dim * Stored<KV>::kBytes;
   const i32 num_rows = item.end_key - item.first_key - tile * kKeys;
-#pragma unroll
+#pragma unroll 2  // more addresses at once only take registers from the products
   for (i32 i = 0; i < kKeys * KeyTile::kRowChunks / kThreads; i++) {
     const i32 at = i * kThreads + static_cast<i32>(threadIdx.x);
     const i32 row = at / KeyTile::kRowChunks, chunk = at % KeyTile::kRowChunks;
@@ -163,7 +163,7 @@ PKV_DEV void store_rows(const AttentionParams& p, const WorkItem& item, i32 kv_h
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) paged_prefill(PKV_PARAM AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) paged_prefill(PKV_PARAM AttentionParams p) {
   WorkItem item;
   i32 kv_head;
   if (!find_work(p, item, kv_head)) return;

@@ -22,6 +22,7 @@ class Command:
     extra: str
 
 
+COMMANDS = [Command("warmup", "compile the CUDA kernels ahead", "pagedkv.kernels.warmup", "cuda13")]
 BENCH = [Command("scheduler", "steps, requests and hits of the scheduler", "pagedkv.bench.scheduler", "bench")]
 
 
@@ -35,14 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     bench = groups.add_parser("bench", help="measure", description="Measure.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for command in BENCH:
-        child = benches.add_parser(
+    asked = [(groups, command, words[:1] == [command.name]) for command in COMMANDS]
+    asked += [(benches, command, words[:2] == ["bench", command.name]) for command in BENCH]
+    for parsers, command, is_asked in asked:
+        child = parsers.add_parser(
             command.name,
             help=command.summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if words[:2] == ["bench", command.name]:
+        if is_asked:
             try:
                 module = importlib.import_module(command.module)
             except ModuleNotFoundError as error:
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments) or 0)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"pagedkv: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pagedkv.kernels.nvrtc import load_compiler
+from pagedkv.kernels.cubin import Resources, read_resources
+from pagedkv.kernels.nvrtc import Compiler, load_compiler
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
@@ -25,12 +28,15 @@ class Cubin:
 
     Attributes
     ----------
+    kernel : str
+        The kernel, its entry.
     path : Path
         The cubin, for `cupy.RawModule(path=...)` or `cuModuleLoad`.
     log : str
         What the compiler said, ptxas's resource usage included.
     """
 
+    kernel: str
     path: Path
     log: str
 
@@ -43,6 +49,11 @@ class Cubin:
     def spill_bytes(self) -> int:
         """Bytes per thread that did not fit into registers: stores and loads together."""
         return self._count("{} bytes spill stores") + self._count("{} bytes spill loads")
+
+    @cached_property
+    def resources(self) -> Resources:
+        """What the cubin itself says that the kernel uses."""
+        return read_resources(self.path.read_bytes(), self.kernel)
 
     def _count(self, phrase: str) -> int:
         found = re.search(phrase.format(r"(\d+)"), self.log)
@@ -111,27 +122,58 @@ def compile_kernel(
     About 0.1 s to 2 s for a compilation, below a millisecond when the cubin is on disk. Processes may compile the
     same variant at the same time: files appear whole or not at all.
     """
-    if not re.fullmatch(r"sm_\d+[af]?", arch):
-        raise ValueError(f'arch must be like "sm_80" or "sm_90a", got {arch!r}')
-    folder = source_folder() if sources is None else sources
-    file = folder / f"{name}.cu"
-    if not file.is_file():
-        raise ValueError(f"no kernel {name!r} in {folder}")
-
     compiler = load_compiler()
-    source = file.read_text()
-    headers = {path.name: path.read_text() for path in sorted((folder / "include").glob("*.cuh"))}
-    options = [*OPTIONS, f"-arch={arch}", *(f"-D{macro}={value}" for macro, value in sorted((macros or {}).items()))]
+    job = _Job.of(name, arch, macros or {}, sources, compiler)
+    if (found := job.find()) is not None:
+        return found
+    cubin, log = compiler.compile(job.source, f"{name}.cu", job.headers, job.options)
+    _write_whole(job.path.with_suffix(".log"), log.encode())  # first, for a cubin on disk promises its log
+    _write_whole(job.path, cubin)
+    return Cubin(name, job.path, log)
 
-    key = hashlib.sha256(repr((compiler.version, options, source, sorted(headers.items()))).encode()).hexdigest()
-    path = cache_folder() / f"{name}-{arch}-{key[:32]}.cubin"
-    log_path = path.with_suffix(".log")
-    if path.is_file():
-        return Cubin(path, log_path.read_text())
-    cubin, log = compiler.compile(source, file.name, headers, options)
-    _write_whole(log_path, log.encode())  # first, for a cubin on disk promises its log
-    _write_whole(path, cubin)
-    return Cubin(path, log)
+
+def find_kernel(name: str, arch: str, macros: Mapping[str, int | str] | None = None) -> Cubin | None:
+    """Return a variant of a kernel that is on disk, and None where it would have to be compiled.
+
+    Parameters and errors are those of `compile_kernel`. Where NVRTC is not installed, cubins that it made are found all
+    the same if `PAGEDKV_NVRTC_VERSION` names its version as `pagedkv warmup` printed it.
+    """
+    version = os.environ.get("PAGEDKV_NVRTC_VERSION")
+    compiler = load_compiler() if version is None else Compiler("", version, None)
+    return _Job.of(name, arch, macros or {}, None, compiler).find()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A compilation: all that it depends on, and where its result is."""
+
+    name: str
+    source: str
+    headers: Mapping[str, str]
+    options: tuple[str, ...]
+    path: Path
+
+    @classmethod
+    def of(
+        cls, name: str, arch: str, macros: Mapping[str, int | str], sources: Path | None, compiler: Compiler
+    ) -> "_Job":
+        if not re.fullmatch(r"sm_\d+[af]?", arch):
+            raise ValueError(f'arch must be like "sm_80" or "sm_90a", got {arch!r}')
+        folder = source_folder() if sources is None else sources
+        file = folder / f"{name}.cu"
+        if not file.is_file():
+            raise ValueError(f"no kernel {name!r} in {folder}")
+        source = file.read_text()
+        headers = {path.name: path.read_text() for path in sorted((folder / "include").glob("*.cuh"))}
+        options = (*OPTIONS, f"-arch={arch}", *(f"-D{macro}={value}" for macro, value in sorted(macros.items())))
+        parts = (compiler.version, options, source, sorted(headers.items()))
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return cls(name, source, headers, options, cache_folder() / f"{name}-{arch}-{key[:32]}.cubin")
+
+    def find(self) -> Cubin | None:
+        if not self.path.is_file():
+            return None
+        return Cubin(self.name, self.path, self.path.with_suffix(".log").read_text())
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -1,19 +1,19 @@
 """NVRTC, NVIDIA's runtime compiler, as far as `compile.py` needs it: source text in, a cubin and a log out.
 
-The library is asked directly and not through CuPy, because CuPy compiles for `sm_90` where a kernel needs `sm_90a`,
-wants a device before it compiles, always adds `-ftz=true`, and forgets the headers in its cache key.
+It is asked through `cuda.bindings` and not through CuPy, because CuPy compiles for `sm_90` where a kernel needs
+`sm_90a`, wants a device before it compiles, always adds `-ftz=true`, and forgets the headers in its cache key.
 """
 
-import ctypes
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 class NvrtcNotFoundError(ImportError):
-    """The NVRTC library, or the package that finds it, is not installed."""
+    """The NVRTC library, or a package that finds and calls it, is not installed."""
 
 
 class CompileError(RuntimeError):
@@ -34,7 +34,7 @@ class Compiler:
 
     path: str
     version: str
-    _library: ctypes.CDLL
+    _nvrtc: Any
 
     def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
         """Compile one source to a cubin. No device and no driver is needed.
@@ -63,44 +63,33 @@ class Compiler:
             If the source does not compile.
         """
         with self._program(source, name, headers) as program:
-            encoded = [option.encode() for option in options]
-            status = self._library.nvrtcCompileProgram(program, len(encoded), _strings(encoded))
+            status, *_ = self._nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
             log = self._output(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
             if status != 0:
-                raise CompileError(f"{name} with {' '.join(options)}: {self._error(status)}\n{log}")
-            return self._output(program, "CUBIN"), log
+                raise CompileError(f"{name} with {' '.join(options)}: {status.name}\n{log}")
+            # NVRTC 13.2 gives a cubin that is one byte short of what its header says, which some tools refuse.
+            return self._output(program, "CUBIN") + b"\0", log
 
     @contextmanager
-    def _program(self, source: str, name: str, headers: Mapping[str, str]) -> Iterator[ctypes.c_void_p]:
-        program = ctypes.c_void_p()
-        texts = _strings([text.encode() for text in headers.values()])
-        names = _strings([header.encode() for header in headers])
-        self._check(
-            self._library.nvrtcCreateProgram(
-                ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
-            )
-        )
+    def _program(self, source: str, name: str, headers: Mapping[str, str]) -> Iterator[Any]:
+        texts = [text.encode() for text in headers.values()]
+        names = [header.encode() for header in headers]
+        program = self._call("nvrtcCreateProgram", source.encode(), name.encode(), len(headers), texts, names)
         try:
             yield program
         finally:
-            self._check(self._library.nvrtcDestroyProgram(ctypes.byref(program)))
+            self._call("nvrtcDestroyProgram", program)
 
-    def _output(self, program: ctypes.c_void_p, what: str) -> bytes:
-        size = ctypes.c_size_t()
-        self._check(self._library[f"nvrtcGet{what}Size"](program, ctypes.byref(size)))
-        buffer = ctypes.create_string_buffer(size.value)
-        self._check(self._library[f"nvrtcGet{what}"](program, buffer))
-        return buffer.raw
+    def _output(self, program: Any, what: str) -> bytes:
+        buffer = bytearray(self._call(f"nvrtcGet{what}Size", program))
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return bytes(buffer)
 
-    def _check(self, status: int) -> None:
+    def _call(self, function: str, *arguments: Any) -> Any:
+        status, *results = getattr(self._nvrtc, function)(*arguments)
         if status != 0:
-            raise RuntimeError(f"NVRTC failed: {self._error(status)}")
-
-    def _error(self, status: int) -> str:
-        describe = self._library.nvrtcGetErrorString
-        describe.restype = ctypes.c_char_p
-        text: bytes = describe(status)
-        return text.decode()
+            raise RuntimeError(f"{function} failed: {status.name}")
+        return results[0] if results else None
 
 
 @functools.cache
@@ -113,6 +102,7 @@ def load_compiler() -> Compiler:
         If there is none. The `cuda12` and `cuda13` extras bring it, and so do torch's CUDA wheels.
     """
     try:
+        from cuda.bindings import nvrtc
         from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
     except ImportError as error:
         raise NvrtcNotFoundError(_MISSING) from error
@@ -120,14 +110,8 @@ def load_compiler() -> Compiler:
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
     except DynamicLibNotFoundError as error:
         raise NvrtcNotFoundError(_MISSING) from error
-    library = ctypes.CDLL(path)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return Compiler(path, f"{major.value}.{minor.value}, {os.stat(path).st_size} bytes", library)
+    _, major, minor = nvrtc.nvrtcVersion()
+    return Compiler(path, f"{major}.{minor}, {os.stat(path).st_size} bytes", nvrtc)
 
 
 _MISSING = 'compiling CUDA kernels needs NVRTC: pip install "pagedkv[cuda13]" (or "pagedkv[cuda12]")'
-
-
-def _strings(values: Sequence[bytes]) -> ctypes.Array[ctypes.c_char_p]:
-    return (ctypes.c_char_p * len(values))(*values)

@@ -4,7 +4,7 @@ A variant is what a launch chooses by types, by a head dimension rounded up to i
 beyond causal attention is asked for. Everything else, group size and block size among it, is said at run time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from types import MappingProxyType
@@ -200,3 +200,25 @@ VARIANTS: tuple[Variant, ...] = (
     *(copying(kernel, vector) for kernel, vector in product(_COPYING, VECTOR_BYTES)),
     *(converting(kernel, elements) for kernel in _COPYING if _COPYING[kernel][2] for elements in (8, 1)),
 )
+
+
+def variants_of(q_dtype: str | None, kv_dtype: str | None, classes: Collection[int] | None) -> list[Variant]:
+    """Return what a model needs: its attention, and all kernels that know no such types.
+
+    Parameters
+    ----------
+    q_dtype, kv_dtype : str or None
+        Types of the queries and of the cache; None for all.
+    classes : collection of int or None
+        Classes of head dimensions; None for all.
+    """
+
+    def is_needed(variant: Variant) -> bool:
+        macros = variant.macros
+        return (
+            (q_dtype is None or macros.get("PKV_Q", TAGS[q_dtype]) == TAGS[q_dtype])
+            and (kv_dtype is None or macros.get("PKV_KV", TAGS[kv_dtype]) == TAGS[kv_dtype])
+            and (classes is None or macros.get("PKV_HEAD_DIM", min(classes)) in classes)
+        )
+
+    return [variant for variant in VARIANTS if is_needed(variant)]
