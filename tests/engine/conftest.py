@@ -75,7 +75,13 @@ def smollm_file():
 @pytest.fixture(scope="session")
 def smollm(smollm_file):
     """Return SmolLM2 in float32 and its tokenizer."""
-    return load_model(smollm_file)
+    return load_model(smollm_file, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm_tokenizer(smollm_file):
+    """Return the tokenizer of SmolLM2 alone."""
+    return transformers.AutoTokenizer.from_pretrained(smollm_file.parent, gguf_file=smollm_file.name)
 
 
 @pytest.fixture(scope="session")
@@ -119,11 +125,11 @@ class Letters:
 
     eos_token_id = None
 
-    def __call__(self, text):
+    def __call__(self, text, add_special_tokens=True):
         return type("Encoding", (), {"input_ids": [ord(letter) % 256 for letter in text]})
 
     def decode(self, token_ids, skip_special_tokens):
-        assert skip_special_tokens
+        assert isinstance(skip_special_tokens, bool)
         return "".join(chr(0x100 + token) for token in token_ids)
 
 

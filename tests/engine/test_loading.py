@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models import load_model
+from pagedkv.models import dtypes, load_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
@@ -53,3 +53,11 @@ def test_load_model_refuses_a_gguf_file_that_is_not_there(tmp_path):
 def test_load_model_refuses_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="^model: expected a folder or a GGUF file, found none at "):
         load_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("has_product", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_fastest_dtype_is_that_which_the_cpu_multiplies(monkeypatch, caplog, has_product, expected):
+    monkeypatch.setattr(dtypes, "has_bf16_product", lambda: has_product)
+    with caplog.at_level("INFO", logger="pagedkv"):
+        assert dtypes.fastest_dtype() is expected
+    assert str(expected).removeprefix("torch.") in caplog.text

@@ -9,8 +9,8 @@ from pagedkv.engine.sampler import PARAMETERS, sample_tokens, uniforms
 VOCABULARY = 50
 
 
-def parameters(count, temperature=1.0, top_k=0, top_p=1.0, seed=0, sample=0):
-    return np.array([(temperature, top_k, top_p, seed, sample)] * count, PARAMETERS)
+def parameters(count, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0):
+    return np.array([(temperature, top_k, top_p, min_p, seed, sample)] * count, PARAMETERS)
 
 
 def positions(count):
@@ -87,6 +87,28 @@ def test_sampler_mixes_greedy_and_random_rows(logits):
     both = np.concatenate([parameters(1, temperature=0), parameters(1, seed=3), parameters(1, temperature=0)])
     tokens = sample_tokens(logits.expand(3, -1), both, positions(3))
     assert tokens[0] == tokens[2] == logits.argmax()
+
+
+def test_sampler_draws_exactly_the_tokens_that_min_p_leaves(logits):
+    probabilities = logits.softmax(-1)
+    kept = torch.nonzero(probabilities >= 0.1 * probabilities.max())[:, 0].tolist()
+    assert set(draw(logits, 5000, min_p=0.1)) == set(kept)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_sampler_inverts_the_cumulative_distribution_when_the_vocabulary_has_chunks(size):
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(1)).masked_fill_(
+        torch.arange(size) % 3 == 1, -100
+    )
+    up_to = logits.double().softmax(-1).cumsum(-1)
+    numbers = uniforms(*(parameters(500)[name] for name in ("seed", "sample")), positions(500))
+    assert (draw(logits, 500) == torch.searchsorted(up_to, torch.from_numpy(numbers), right=True).numpy()).mean() > 0.99
+
+
+def test_sampler_never_draws_a_token_of_no_probability():
+    logits = torch.full((600,), -torch.inf)
+    logits[[3, 300, 513]] = torch.tensor([0.0, 1.0, 0.5])
+    assert set(draw(logits, 2000)) == {3, 300, 513}
 
 
 def test_sampler_takes_half_precision(logits):

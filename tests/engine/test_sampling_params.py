@@ -26,26 +26,40 @@ WRONG = [
     ("max_tokens", "many"),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", ["the"]),
+    ("stop_token_ids", 5),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", None),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", float("inf")),
+    ("min_p", 1.5),
+    ("min_p", -0.1),
+    ("stop", ""),
+    ("stop", ["end", ""]),
+    ("stop", 5),
+    ("stop", [5]),
+    ("bad_words", [""]),
+    ("bad_words", [1]),
+    ("include_stop_str_in_output", 1),
+    ("ignore_eos", "no"),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("logprobs", -2),
+    ("logprobs", True),
+    ("prompt_logprobs", 1.5),
+    ("detokenize", None),
+    ("skip_special_tokens", 0),
+    ("truncate_prompt_tokens", 0),
+    ("output_kind", 1),
+    ("logit_bias", [1]),
+    ("logit_bias", {"a": 1.0}),
+    ("logit_bias", {1: 101}),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
 ]
 NOT_IMPLEMENTED = [
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", 0.5),
-    ("repetition_penalty", 1.1),
-    ("min_p", 0.1),
-    ("stop", ["end"]),
-    ("bad_words", ["no"]),
-    ("include_stop_str_in_output", True),
-    ("min_tokens", 2),
-    ("logprobs", 1),
-    ("prompt_logprobs", 1),
-    ("detokenize", False),
-    ("skip_special_tokens", False),
     ("spaces_between_special_tokens", False),
-    ("truncate_prompt_tokens", 5),
-    ("output_kind", 1),
     ("structured_outputs", {}),
-    ("logit_bias", {1: 2.0}),
-    ("allowed_token_ids", [1]),
     ("extra_args", {"a": 1}),
 ]
 
@@ -85,3 +99,12 @@ def test_sampling_params_read_top_k_of_minus_one_as_all():
 
 def test_sampling_params_show_what_was_changed():
     assert repr(SamplingParams(n=3, stop_token_ids=[2])) == "SamplingParams(n=3, stop_token_ids=(2,))"
+
+
+def test_sampling_params_refuse_stop_texts_when_there_is_no_text():
+    with pytest.raises(InvalidArgumentError, match="^stop: expected none, because detokenize is False"):
+        SamplingParams(stop="end", detokenize=False)
+
+
+def test_sampling_params_take_one_stop_text_as_a_list_of_one():
+    assert SamplingParams(stop="end").stop == ("end",)

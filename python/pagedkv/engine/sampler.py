@@ -12,16 +12,19 @@ PARAMETERS = np.dtype(
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float64),
+        ("min_p", np.float32),
         ("seed", np.uint64),
         ("sample", np.uint64),
     ]
 )
 
 _NUM_CANDIDATES = 1024
+_CHUNK = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
+@torch.inference_mode()
 def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
     """Draw one token per row of logits.
 
@@ -44,8 +47,10 @@ def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDA
     Each draw takes one random number, a function of (seed, sample, position) alone: it depends neither on the batch nor
     on earlier draws, so a token drawn again after a rollback or a preemption is the same.
     """
-    tokens = logits.argmax(-1)
     is_drawn = parameters["temperature"] > 0
+    if is_drawn.all() and len(is_drawn):
+        return _draw(logits, parameters, positions).int()
+    tokens = logits.argmax(-1)
     if is_drawn.any():
         drawn = np.flatnonzero(is_drawn)
         tokens[drawn] = _draw(logits[drawn], parameters[drawn], positions[drawn])
@@ -55,12 +60,41 @@ def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDA
 def _draw(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
     temperature = torch.from_numpy(parameters["temperature"].copy()).to(logits.device)
     scores = logits.float() / temperature[:, None]
+    _keep_min_p(scores, parameters["min_p"])
     _keep_top_k(scores, parameters["top_k"])
     _keep_top_p(scores, parameters["top_p"])
-    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     uniform = torch.from_numpy(uniforms(parameters["seed"], parameters["sample"], positions)).to(logits.device)
-    # The first token whose cumulative probability exceeds the number; one with probability 0 never does so first.
-    return torch.searchsorted(cumulative, cumulative[:, -1:] * uniform[:, None], right=True)[:, 0]
+    return _pick(scores.sub_(scores.amax(-1, keepdim=True)).exp_(), uniform)
+
+
+def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the first token of each row whose cumulative weight exceeds that share of the row's whole weight.
+
+    Sums of chunks first, then one chunk: a cumulative sum over a whole vocabulary takes several times as long.
+    """
+    num_rows, vocab_size = weights.shape
+    chunks = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
+    up_to = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = up_to[:, -1:] * uniform[:, None]
+    # One with weight 0 never exceeds the number first. Rounding may leave nothing above it: then the last that counts.
+    chunk = torch.searchsorted(up_to, target, right=True).minimum(_last(up_to))
+    before = up_to.gather(-1, (chunk - 1).clamp_(min=0)).masked_fill_(chunk == 0, 0)
+    within = chunks[torch.arange(num_rows, device=weights.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(within, target - before, right=True).minimum(_last(within))
+    return (chunk * _CHUNK + token)[:, 0]
+
+
+def _last(cumulative: torch.Tensor) -> torch.Tensor:
+    """Return the first place of each row at which the whole sum is reached."""
+    return torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+
+
+def _keep_min_p(scores: torch.Tensor, min_p: NDArray[np.float32]) -> None:
+    limited = np.flatnonzero(min_p > 0)
+    if limited.size:
+        least = torch.from_numpy(np.log(min_p[limited])).to(scores.device)
+        own = scores[limited]
+        scores[limited] = own.masked_fill(own < own.amax(-1, keepdim=True) + least[:, None], -torch.inf)
 
 
 def _keep_top_k(scores: torch.Tensor, top_k: NDArray[np.int64]) -> None:

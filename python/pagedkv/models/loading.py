@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pagedkv.models.dtypes import fastest_dtype
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -28,8 +30,8 @@ def load_model(
         A tokenizer, taken as it is, or where to load one; by default it is loaded from where the model is. A model that
         is taken as it is has none then.
     dtype : str or torch.dtype
-        "auto", "float32", "float16" or "bfloat16". "auto" is the type that the weights are stored in, and float32 for a
-        GGUF file, whose weights are unpacked.
+        "auto", "float32", "float16" or "bfloat16". "auto" is the type that the weights are stored in. Those of a
+        GGUF file are unpacked, into bfloat16 where the CPU multiplies it in hardware and float32 elsewhere.
 
     Returns
     -------
@@ -51,7 +53,7 @@ def load_model(
     source, options = _locate(model)
     tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
     if dtype == "auto" and options:
-        dtype = torch.float32
+        dtype = fastest_dtype()
     return _from(AutoModelForCausalLM, source, options, dtype=dtype), tokenizer
 
 

@@ -118,7 +118,9 @@ class TransformersModel:
         """
         return group_layers(self.layers, self.dtype, max_model_len or self.max_model_len)
 
-    def forward(self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None, rows: Any = None
+    ) -> torch.Tensor:
         """Run the tokens of a plan.
 
         Parameters
@@ -129,11 +131,13 @@ class TransformersModel:
             The memory, to which the plan was applied; the keys and values of the plan's tokens are written.
         previous_tokens : torch.Tensor, shape (num_samples of the previous plan,), int32, optional
             What was sampled for the plan before this one; needed where ``plan.input_from`` refers to it.
+        rows : numpy.ndarray, shape (num_rows,), int32, optional
+            Tokens of the plan behind which logits are wanted; by default those that samples are drawn from.
 
         Returns
         -------
-        torch.Tensor, shape (num_samples, vocab_size)
-            Logits from which each sample is drawn, in the model's dtype.
+        torch.Tensor, shape (num_rows, vocab_size)
+            Logits, in the model's dtype.
 
         Notes
         -----
@@ -144,7 +148,8 @@ class TransformersModel:
         if previous_tokens is not None and len(previous_tokens):
             source = from_dlpack(plan.input_from).long()
             token_ids = torch.where(source < 0, token_ids, previous_tokens[source.clamp(min=0)])
-        positions, sample_rows = from_dlpack(plan.positions), from_dlpack(plan.sample_rows)
+        positions = from_dlpack(plan.positions)
+        sample_rows = from_dlpack(plan.sample_rows) if rows is None else torch.from_numpy(rows).to(self.device)
         scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
         step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
         return self._run(token_ids, positions, sample_rows, step)
