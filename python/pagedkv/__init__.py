@@ -27,8 +27,12 @@ from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from pagedkv.engine import LLM as LLM
+    from pagedkv.engine import AsyncLLMEngine as AsyncLLMEngine
+    from pagedkv.engine import BeamSearchParams as BeamSearchParams
     from pagedkv.engine import CompletionOutput as CompletionOutput
+    from pagedkv.engine import LLMEngine as LLMEngine
     from pagedkv.engine import RequestOutput as RequestOutput
+    from pagedkv.engine import RequestOutputKind as RequestOutputKind
     from pagedkv.engine import SamplingParams as SamplingParams
 
 __all__ = [
@@ -57,7 +61,16 @@ __all__ = [
     "paged_attention",
 ]
 
-_ENGINE = ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams")
+_ENGINE = (
+    "LLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "LLMEngine",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+)
 
 
 def __getattr__(name: str) -> Any:

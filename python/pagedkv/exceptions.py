@@ -11,12 +11,23 @@ from pagedkv._core import (
     UnsupportedError,
 )
 
+
+class EngineDeadError(StateError):
+    """A step of an engine failed, and it runs no requests any more; the cause is chained."""
+
+
+class QueueFullError(StateError):
+    """More requests wait than an engine was told to keep."""
+
+
 __all__ = [
+    "EngineDeadError",
     "InternalError",
     "InvalidArgumentError",
     "NeverFitsError",
     "NotHeldError",
     "PagedKVError",
+    "QueueFullError",
     "StateError",
     "UnknownIdError",
     "UnsupportedError",

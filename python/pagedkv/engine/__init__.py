@@ -1,8 +1,25 @@
 """From prompts to texts: continuous batching of a transformers model over a paged KV cache."""
 
+from pagedkv.engine.async_engine import AsyncLLMEngine
+from pagedkv.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pagedkv.engine.llm import LLM
+from pagedkv.engine.llm_engine import LLMEngine
+from pagedkv.engine.logprobs import Logprob
 from pagedkv.engine.loop import StepEvent
 from pagedkv.engine.outputs import CompletionOutput, RequestOutput
-from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StepEvent"]
+__all__ = [
+    "LLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StepEvent",
+]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
@@ -15,21 +16,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedkv.engine.outputs import CompletionOutput, RequestOutput
+from pagedkv.engine.admission import Admission
+from pagedkv.engine.drawn import Drawn, DrawnBeams, checked_drafts
+from pagedkv.engine.logprobs import row_logprobs
+from pagedkv.engine.prompt_logprobs import PromptRows
+from pagedkv.engine.sample import Sample
 from pagedkv.engine.sampler import sample_tokens
-from pagedkv.engine.samples import SampleTable
+from pagedkv.engine.samples import NO_LOGPROBS, SampleTable
+from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.exceptions import InvalidArgumentError, StateError
 
 if TYPE_CHECKING:
     from pagedkv.config import SchedulerConfig
+    from pagedkv.engine.beam_search import BeamSearchParams
+    from pagedkv.engine.drawn import Taken
+    from pagedkv.engine.outputs import FinishReason, RequestOutput
+    from pagedkv.engine.prompt_lookup import PromptLookup
+    from pagedkv.engine.request import EngineRequest
     from pagedkv.engine.sampling_params import SamplingParams
+    from pagedkv.engine.text import TextCodec
     from pagedkv.kv_cache import KVCache
     from pagedkv.models import TransformersModel
     from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
-_STOP = 1  # finish reasons of a StepResult: 1 stop, 2 length
+_REASONS: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "abort"}  # finish reasons of a StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +63,6 @@ class StepEvent:
     result: StepResult
 
 
-@dataclass(slots=True)
-class _Request:
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    lines: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    completions: list[CompletionOutput] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """What a plan in flight drew: one entry per sample."""
-
-    tokens: torch.Tensor
-    positions: NDArray[np.int32]
-    lines: NDArray[np.intp]
-    handles: NDArray[np.int64]
-    numbers: NDArray[np.uint64]
-
-
 class EngineLoop:
     """Runs requests to their ends.
 
@@ -88,15 +78,19 @@ class EngineLoop:
         What the scheduler was made with.
     eos_token_ids : iterable of int
         Tokens that end a sample unless its request ignores them.
-    decode : callable
-        Turns a list of token ids into text.
+    text : TextCodec
+        Turns tokens into text.
     seed : int
         Seed of the requests that have none.
+    lookup : PromptLookup, optional
+        What proposes draft tokens; with one plan in flight only.
 
     Attributes
     ----------
     step_hooks : list of callable
         Called with a `StepEvent` after each commit.
+    forward_seconds : float
+        Time spent in the model's forward passes so far.
     """
 
     def __init__(
@@ -107,24 +101,31 @@ class EngineLoop:
         limits: SchedulerConfig,
         *,
         eos_token_ids: Iterable[int],
-        decode: Callable[[list[int]], str],
+        text: TextCodec,
         seed: int,
+        lookup: PromptLookup | None = None,
     ) -> None:
         self.step_hooks: list[Callable[[StepEvent], object]] = []
+        self.forward_seconds = 0.0
         self._model = model
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._limits = limits
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._decode = decode
-        self._seed = seed
+        self._text = text
+        self._lookup = lookup
+        self._admission = Admission(limits, text, model.vocab_size, eos_token_ids, seed)
         self._num_requests = 0
         self._num_steps = 0
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, EngineRequest] = {}
         self._handles: dict[str, int] = {}
-        self._table = SampleTable(limits.max_num_seqs, limits.max_model_len)
+        self._beams: set[int] = set()
+        self._prompt_rows = PromptRows(text.token_text)
+        self._table = SampleTable(limits.max_num_seqs, limits.max_model_len, model.vocab_size)
         self._plans: deque[StepPlan] = deque()
-        self._drawn: deque[_Samples] = deque()
+        self._drawn: deque[Drawn] = deque()
+        self._usage = 0.0
+        # Lines of the samples that drew in the last step and go on: those that drafts may be proposed for.
+        self._going_on = np.empty(0, np.intp)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -137,7 +138,12 @@ class EngineLoop:
         return list(self._handles)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, prompt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams | BeamSearchParams,
+        prompt: str | None = None,
+        **options: Any,
     ) -> None:
         """Add a request.
 
@@ -147,10 +153,12 @@ class EngineLoop:
             Name of the request; unique among those that have not ended.
         prompt_token_ids : list of int
             The prompt, at least one token.
-        params : SamplingParams
+        params : SamplingParams or BeamSearchParams
             How its tokens are drawn, and when they end.
         prompt : str, optional
             The prompt as text, for the output.
+        **options
+            What `Scheduler.add_request` takes beside: `priority`, `tenant`, `cache_salt`, `now`.
 
         Raises
         ------
@@ -159,27 +167,41 @@ class EngineLoop:
         """
         if request_id in self._handles:
             raise InvalidArgumentError(f"request_id: expected a new one, found {request_id!r}, which has not ended")
-        _check_token_ids(prompt_token_ids, self._model.vocab_size)
-        request = _Request(request_id, prompt, prompt_token_ids, params, self._seed_of(params))
-        add = partial(self._scheduler.add_request, **self._limits_of(request))
+        request = self._admission.make(request_id, prompt_token_ids, params, prompt, self._num_requests)
+        add = partial(self._scheduler.add_request, **self._admission.limits_of(request), **options)
         # From the scheduler into the dict without a bytecode between, where an interrupt would lose the handle.
         self._handles.update(zip((request_id,), starmap(add, ((request_id, prompt_token_ids),)), strict=True))
-        self._requests[self._handles[request_id]] = request
+        handle = self._handles[request_id]
+        self._requests[handle] = request
+        if request.beams is not None:
+            self._beams.add(handle)
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = self._prompt_rows.add(handle, prompt_token_ids, request.params.prompt_logprobs)
         self._num_requests += 1
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
         """End requests; what they have so far is dropped.
 
         Parameters
         ----------
         request_ids : iterable of str
             Their names. Requests that have ended are passed over.
+
+        Returns
+        -------
+        list of str
+            Those that had not ended.
         """
+        found = []
         for request_id in request_ids:
             handle = self._handles.get(request_id)
             if handle is not None:
+                found.append(request_id)
                 self._scheduler.abort(handle)
                 self._remove(request_id)
+        if found and not self._handles:
+            self._settle()
+        return found
 
     def step(self) -> list[RequestOutput]:
         """Run plans until as many as allowed are in flight, then commit the oldest.
@@ -187,7 +209,7 @@ class EngineLoop:
         Returns
         -------
         list of RequestOutput
-            Requests that ended.
+            Of requests that ended, and what is new of those that are streamed.
 
         Notes
         -----
@@ -204,8 +226,18 @@ class EngineLoop:
             raise
         return outputs
 
+    def _settle(self) -> None:
+        """End plans that run for nobody, and let the scheduler take up aborts, so that their blocks are free."""
+        while self._plans:
+            self._commit()
+        plan = self._scheduler.schedule()
+        self._kv_cache.apply(plan)
+        self._scheduler.commit(plan, ())
+
     def _launch(self) -> bool:
         """Make and run the next plan; return whether it has tokens."""
+        if self._lookup is not None and not self._beams:
+            self._propose_drafts(self._lookup)
         # As in `add_request`, no bytecode between.
         self._plans.extend(starmap(self._scheduler.schedule, ((),)))
         plan = self._plans[-1]
@@ -216,29 +248,72 @@ class EngineLoop:
         self._drawn.append(self._run(plan))
         return plan.num_tokens > 0
 
+    def _propose_drafts(self, lookup: PromptLookup) -> None:
+        lines, rows = self._table.drafting_rows(self._going_on)
+        drafts = [lookup.propose(self._table.history(line)) for line in lines]
+        has_some = np.array([draft.size > 0 for draft in drafts], bool)
+        if has_some.any():
+            starts = np.cumsum([0, *(draft.size for draft in drafts if draft.size)]).astype(np.int32)
+            self._scheduler.set_draft_tokens(rows[has_some], starts, np.concatenate(drafts))
+
     def _end_transfers(self) -> None:
         ended = self._kv_cache.finished_transfers(self._scheduler.outstanding_transfers)
         if ended.size:
             self._scheduler.transfers_done(ended)
 
-    def _run(self, plan: StepPlan) -> _Samples:
+    def _run(self, plan: StepPlan) -> Drawn:
         counts = np.diff(plan.sample_start_loc)
-        lines = self._lines(plan, counts)
-        positions = plan.positions[plan.sample_rows]
+        rows, handles = plan.sample_rows, np.repeat(plan.handles, counts)
+        positions, lines = plan.positions[rows], self._lines(plan, counts)
         parameters = self._table.parameters(lines)
-        if plan.num_tokens:
-            previous_tokens = self._drawn[-1].tokens if self._drawn else None
+        numbers = parameters["sample"].astype(np.int64)
+        if not plan.num_tokens:
+            return Drawn(torch.empty(0, dtype=torch.int32), positions, lines, handles, numbers)
+        logits = self._forward(plan, rows)
+        tokens = sample_tokens(self._table.adjust(logits, lines, positions), parameters, positions)
+        wanted = self._table.num_logprobs(lines)
+        logprobs, logprob_rows = None, None
+        if (wanted > NO_LOGPROBS).any():
+            at = np.flatnonzero(wanted > NO_LOGPROBS)
+            logprob_rows = np.full(len(rows), -1, np.intp)
+            logprob_rows[at] = np.arange(len(at))
+            logprobs = row_logprobs(logits[at], tokens[at], -1 if wanted.min() == -1 else int(wanted.max()))
+        beams = self._step_beams(logits, handles, numbers) if self._beams else []
+        firsts, drafts = checked_drafts(plan, counts) if self._lookup is not None else (None, None)
+        return Drawn(tokens, positions, lines, handles, numbers, firsts, drafts, logprobs, logprob_rows, beams)
+
+    def _forward(self, plan: StepPlan, rows: NDArray[np.int32]) -> torch.Tensor:
+        previous_tokens = self._drawn[-1].tokens if self._drawn else None
+        prompt_rows = self._prompt_rows.rows(plan)
+        start = time.perf_counter()
+        if not prompt_rows.size:
             logits = self._model.forward(plan, self._kv_cache, previous_tokens)
-            tokens = sample_tokens(logits, parameters, positions)
-        else:
-            tokens = torch.empty(0, dtype=torch.int32)
-        return _Samples(tokens, positions, lines, np.repeat(plan.handles, counts), parameters["sample"])
+            self.forward_seconds += time.perf_counter() - start
+            return logits
+        more = np.concatenate([rows, prompt_rows])
+        logits = self._model.forward(plan, self._kv_cache, previous_tokens, more)
+        self.forward_seconds += time.perf_counter() - start
+        self._prompt_rows.take(plan, logits[len(rows) :])
+        return logits[: len(rows)]
+
+    def _step_beams(
+        self, logits: torch.Tensor, handles: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> list[DrawnBeams]:
+        found = []
+        for handle in self._beams.intersection(handles.tolist()):
+            beams = self._requests[handle].beams
+            rows = np.flatnonzero(handles == handle)
+            assert beams is not None
+            found.append(DrawnBeams(handle, rows, beams.step(logits[rows], numbers[rows].tolist())))
+        return found
 
     def _lines(self, plan: StepPlan, counts: NDArray[np.int32]) -> NDArray[np.intp]:
         lines = self._table.lines(np.repeat(plan.rows, counts))
         # A prompt of which several samples are drawn has one row.
         for at in np.flatnonzero(counts > 1):
             start = plan.sample_start_loc[at]
+            if plan.sample_rows[start] != plan.sample_rows[start + 1]:
+                continue  # one sample, of which drafts are checked
             lines[start : start + counts[at]] = self._requests[int(plan.handles[at])].lines
         return lines
 
@@ -246,84 +321,115 @@ class EngineLoop:
         for row, request_id, sample in plan.new:
             request = self._requests[self._handles[request_id]]
             if not request.lines.size:
-                request.lines = self._table.add(request.params, request.seed)
+                request.lines = self._table.add(request)
             self._table.seat(row, request.lines[sample])
-        for _, request_id, sample in plan.preempted:
+        for row, request_id, sample in plan.preempted:
+            num_tokens = self._table.num_tokens(self._requests[self._handles[request_id]].lines[sample])
+            self._table.leave(row)
             logger.info(
-                "preempted sample %d of request %s, which will come back; cache usage is now %.1f %%",
+                "preempted sample %d of request %s, which will come back: %d tokens lost, cache usage %.1f %% before"
+                " and %.1f %% now",
                 sample,
                 request_id,
+                max(num_tokens - 1, 0),
+                100 * self._usage,
                 100 * self._scheduler.usage,
             )
 
     def _commit(self) -> list[RequestOutput]:
-        """End the oldest plan in flight; return the requests that ended with it."""
+        """End the oldest plan in flight; return what there is to tell."""
         plan, drawn = self._plans[0], self._drawn[0]
-        tokens = drawn.tokens.cpu().numpy()
-        result = self._scheduler.commit(plan, tokens)
+        result, taken = drawn.commit(self._scheduler, plan)
         self._plans.popleft()
         self._drawn.popleft()
-        if result.num_ignored:
-            drawn, tokens = _kept(drawn, tokens, result)
-        self._table.put_tokens(drawn.lines, drawn.positions + 1, tokens)
-        reasons = result.finish_reason
-        for at in np.flatnonzero(reasons):
-            self._finish_sample(drawn, int(at), int(reasons[at]))
-        outputs = [self._finish_request(finished) for finished in result.finished]
+        self._usage = self._scheduler.usage
+        entries = taken.entries()
+        self._table.put_tokens(drawn.lines[entries], drawn.positions[entries] + 1, taken.tokens[entries])
+        self._going_on = drawn.lines[taken.firsts[taken.reasons == 0]]
+        for beams in drawn.beams:
+            self._accept_beams(beams, result)
+        touched: dict[int, EngineRequest] = {}
+        for at in np.flatnonzero(self._table.is_watched(drawn.lines[taken.firsts]) | (taken.reasons != 0)):
+            self._take_tokens(drawn, taken, int(at), touched)
+        outputs = [self._end(self._requests[found.handle], found) for found in result.finished]
+        outputs += self._tell(touched)
         event = StepEvent(self._num_steps, plan, result)
         self._num_steps += 1
         for hook in self.step_hooks:
             hook(event)
         return outputs
 
-    def _finish_sample(self, drawn: _Samples, at: int, reason: int) -> None:
-        request = self._requests[int(drawn.handles[at])]
-        end = int(drawn.positions[at]) + 2
-        token_ids = self._table.tokens(drawn.lines[at], len(request.prompt_token_ids), end)
-        is_stop = reason == _STOP
-        own_stop_id = is_stop and token_ids[-1] in (request.params.stop_token_ids or ())
-        request.completions.append(
-            CompletionOutput(
-                index=int(drawn.numbers[at]),
-                text=self._decode(token_ids),
-                token_ids=token_ids,
-                finish_reason="stop" if is_stop else "length",
-                stop_reason=token_ids[-1] if own_stop_id else None,
-            )
-        )
+    def _accept_beams(self, drawn: DrawnBeams, result: StepResult) -> None:
+        request = self._requests.get(drawn.handle)
+        if request is not None and request.beams is not None:
+            own = (result.handles == drawn.handle) & (result.num_new_tokens > 0)
+            request.beams.accept(drawn.step, result.sequence[own].tolist())
 
-    def _finish_request(self, finished: FinishedRequest) -> RequestOutput:
-        request = self._requests[finished.handle]
-        self._remove(finished.request_id)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=sorted(request.completions, key=lambda completion: completion.index),
-            finished=True,
-            num_cached_tokens=finished.num_cached_tokens,
+    def _take_tokens(self, drawn: Drawn, taken: Taken, at: int, touched: dict[int, EngineRequest]) -> None:
+        """Give a sample its tokens, where somebody looks at them or they were its last."""
+        first, count = int(taken.firsts[at]), int(taken.counts[at])
+        handle, number, line = int(drawn.handles[first]), int(drawn.numbers[first]), int(drawn.lines[first])
+        request = self._requests[handle]
+        sample, params = request.samples[number], request.params
+        if sample.finish_reason is not None:
+            return
+        token_ids = (
+            taken.tokens[first : first + count].tolist()
+            if request.is_watched
+            else self._table.tokens(line, len(request.prompt_token_ids))
         )
+        reason = _REASONS.get(int(taken.reasons[at]))
+        logprobs = []
+        if params.logprobs is not None:
+            assert drawn.logprobs is not None
+            assert drawn.logprob_rows is not None
+            num = len(drawn.logprobs.tokens[0]) if params.logprobs < 0 else params.logprobs
+            logprobs = [
+                drawn.logprobs.as_dict(int(row), token, num, self._text.token_text)
+                for row, token in zip(drawn.logprob_rows[first : first + count], token_ids, strict=True)
+            ]
+        is_own_stop = reason == "stop" and token_ids[-1] in (params.stop_token_ids or ())
+        is_cut = sample.take(token_ids, logprobs, reason, token_ids[-1] if is_own_stop else None)
+        touched[handle] = request
+        if is_cut and reason is None:
+            if request.has_ended:
+                request.num_cached_tokens = self._scheduler.request_stats(handle).num_cached_tokens
+            self._scheduler.finish(handle, number)
+
+    def _tell(self, touched: dict[int, EngineRequest]) -> list[RequestOutput]:
+        outputs = []
+        for handle, request in touched.items():
+            if self._handles.get(request.request_id) != handle:
+                continue
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = self._scheduler.request_stats(handle).num_cached_tokens
+            if request.has_ended:
+                outputs.append(request.output(request.num_cached_tokens))
+                self._remove(request.request_id)
+            elif request.is_streamed:
+                outputs.append(request.output(request.num_cached_tokens))
+        return outputs
+
+    def _end(self, request: EngineRequest, finished: FinishedRequest) -> RequestOutput:
+        num_cached_tokens, metrics = finished.num_cached_tokens, finished.stats
+        self._remove(request.request_id)
+        if request.beams is None:
+            return request.output(num_cached_tokens, metrics)
+        return request.beam_output(num_cached_tokens, metrics, partial(self._beam_text, request))
+
+    def _beam_text(self, request: EngineRequest, token_ids: list[int], is_stop: bool) -> str:
+        decode = self._text.decode(skip_special_tokens=True)
+        sample = Sample(0, request.params, decode, request.prompt_token_ids)
+        sample.take(token_ids, (), "stop" if is_stop else "length")
+        return sample.output(RequestOutputKind.FINAL_ONLY).text
 
     def _remove(self, request_id: str) -> None:
-        request = self._requests.pop(self._handles.pop(request_id), None)
-        if request is not None:  # None where an interrupt came before it was noted
+        handle = self._handles.pop(request_id)
+        request = self._requests.pop(handle, None)
+        self._beams.discard(handle)
+        self._prompt_rows.remove(handle)
+        if request is not None and request.lines.size:  # not where an interrupt came before they were noted
             self._table.remove(request.lines)
-
-    def _seed_of(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed
-        sequence = np.random.SeedSequence((self._seed % 2**64, self._num_requests))
-        return int(sequence.generate_state(1, np.uint64)[0])
-
-    def _limits_of(self, request: _Request) -> dict[str, Any]:
-        params = request.params
-        stop_token_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_token_ids |= self._eos_token_ids
-        max_tokens = params.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, self._limits.max_model_len - len(request.prompt_token_ids))
-        return {"max_tokens": max_tokens, "n": params.n, "stop_token_ids": sorted(stop_token_ids)}
 
     def _roll_back(self) -> None:
         for plan in self._plans:
@@ -332,24 +438,3 @@ class EngineLoop:
                 self._scheduler.rollback(plan)
         self._plans.clear()
         self._drawn.clear()
-
-
-def _check_token_ids(token_ids: list[int], vocab_size: int) -> None:
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        found = f"{ids.ndim} dimensions of {ids.dtype}" if ids.size else "none"
-        raise InvalidArgumentError(f"prompt_token_ids: expected at least one integer, found {found}")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise InvalidArgumentError(f"prompt_token_ids: expected ids of 0 to {vocab_size - 1}, found {wrong}")
-
-
-def _kept(drawn: _Samples, tokens: NDArray[np.int32], result: StepResult) -> tuple[_Samples, NDArray[np.int32]]:
-    """Leave out the samples that had ended before; a plan draws for each sample at most once."""
-    key = np.dtype([("handle", np.int64), ("sample", np.int64)])
-    ours, theirs = np.empty(len(tokens), key), np.empty(len(result.handles), key)
-    ours["handle"], ours["sample"] = drawn.handles, drawn.numbers
-    theirs["handle"], theirs["sample"] = result.handles, result.sequence
-    kept = np.isin(ours, theirs)
-    samples = _Samples(drawn.tokens, drawn.positions[kept], drawn.lines[kept], drawn.handles[kept], drawn.numbers[kept])
-    return samples, tokens[kept]

@@ -20,10 +20,13 @@ class Prompt:
         The text, where it was given.
     token_ids : list of int
         The tokens.
+    cache_salt : str, optional
+        Only prompts with the same salt share cached prefixes.
     """
 
     text: str | None
     token_ids: list[int]
+    cache_salt: str | None = None
 
 
 def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
@@ -32,7 +35,8 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
     Parameters
     ----------
     prompts : str, list of int, dict, or a list of these
-        One prompt or several; a list of ints is one. A dict has "prompt_token_ids", "prompt" or both; ids win.
+        One prompt or several; a list of ints is one. A dict has "prompt_token_ids", "prompt" or both; ids win. It may
+        have a "cache_salt".
     tokenizer : transformers.PreTrainedTokenizerBase or None
         What turns text into tokens, adding the special tokens that its model expects.
 
@@ -49,15 +53,32 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
     Examples
     --------
     >>> read_prompts([1, 2], None)
-    [Prompt(text=None, token_ids=[1, 2])]
+    [Prompt(text=None, token_ids=[1, 2], cache_salt=None)]
     >>> [prompt.token_ids for prompt in read_prompts([[1, 2], {"prompt_token_ids": [3]}], None)]
     [[1, 2], [3]]
     """
     several = prompts if _is_list(prompts) and not _is_ids(prompts) else [prompts]
-    return [_read(prompt, tokenizer) for prompt in several]
+    return [read_prompt(prompt, tokenizer) for prompt in several]
 
 
-def _read(prompt: Any, tokenizer: Any) -> Prompt:
+def read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
+    """Return one prompt with its tokens.
+
+    Parameters
+    ----------
+    prompt : str, list of int or dict
+        As for `read_prompts`, but one.
+    tokenizer : transformers.PreTrainedTokenizerBase or None
+        What turns text into tokens.
+
+    Returns
+    -------
+    Prompt
+        The prompt.
+    """
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidArgumentError(f"cache_salt: expected a text that is not empty, found {salt!r}")
     if isinstance(prompt, dict):
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     else:
@@ -66,7 +87,7 @@ def _read(prompt: Any, tokenizer: Any) -> Prompt:
         token_ids = _tokenize(text, tokenizer)
     if not _is_list(token_ids) or not (_is_ids(token_ids) or len(token_ids) == 0):
         raise InvalidArgumentError(f"prompts: expected {_EXPECTED}, found {_describe(prompt)}")
-    return Prompt(text, [int(token) for token in token_ids])
+    return Prompt(text, [int(token) for token in token_ids], salt)
 
 
 def _tokenize(text: str, tokenizer: Any) -> Any:
