@@ -43,7 +43,7 @@ $(VENV)/.environment: pyproject.toml constraints.txt
 $(VENV)/.built: $(VENV)/.environment $(SOURCES)
 	@echo "building pagedkv; the first time this also installs torch and transformers, some 5 GB"
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
-	$(BIN)/maturin develop --release $(LOCKED) --extras hf,viz,test
+	$(BIN)/maturin develop --release $(LOCKED) --extras hf,server,viz,test
 	touch $@
 
 .PHONY: demo

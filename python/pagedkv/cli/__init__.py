@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from pagedkv.exceptions import PagedKVError
+
 
 @dataclass(frozen=True)
 class Command:
@@ -22,7 +24,13 @@ class Command:
     extra: str
 
 
-COMMANDS = [Command("warmup", "compile the CUDA kernels ahead", "pagedkv.kernels.warmup", "cuda13")]
+COMMANDS = [
+    Command("generate", "continue prompts", "pagedkv.cli.generate", "hf"),
+    Command("serve", "serve a model over HTTP, as OpenAI does", "pagedkv.cli.serve", "server"),
+    Command("top", "watch a server: its blocks, requests and rates", "pagedkv.cli.top", "viz"),
+    Command("warmup", "compile the CUDA kernels ahead", "pagedkv.kernels.warmup", "cuda13"),
+    Command("doctor", "say what is installed and whether it works", "pagedkv.cli.doctor", "hf"),
+]
 BENCH = [Command("scheduler", "steps, requests and hits of the scheduler", "pagedkv.bench.scheduler", "bench")]
 
 
@@ -36,37 +44,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     bench = groups.add_parser("bench", help="measure", description="Measure.", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    asked = [(groups, command, words[:1] == [command.name]) for command in COMMANDS]
-    asked += [(benches, command, words[:2] == ["bench", command.name]) for command in BENCH]
-    for parsers, command, is_asked in asked:
-        child = parsers.add_parser(
-            command.name,
-            help=command.summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        if is_asked:
-            try:
-                module = importlib.import_module(command.module)
-            except ModuleNotFoundError as error:
-                if error.name is None or error.name.partition(".")[0] == "pagedkv":
-                    raise
-                message = (
-                    f'{error.name} is not installed, which this command needs: pip install "pagedkv[{command.extra}]"'
-                )
-                sys.stderr.write(f"pagedkv: {message}\n")
-                return 2
-            module.configure(child)
-            child.set_defaults(run=module.run)
+    for command in COMMANDS:
+        if not _add(groups, command, is_asked_for=words[:1] == [command.name]):
+            return 2
+    for command in BENCH:
+        if not _add(benches, command, is_asked_for=words[:2] == ["bench", command.name]):
+            return 2
     arguments = parser.parse_args(words)
     try:
         return int(arguments.run(arguments) or 0)
-    except (ValueError, OSError, ImportError) as error:
+    except ModuleNotFoundError as error:
+        return _say_missing(error, arguments.extra)
+    except (PagedKVError, ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"pagedkv: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _add(
+    groups: "argparse._SubParsersAction[argparse.ArgumentParser]", command: Command, *, is_asked_for: bool
+) -> bool:
+    """Add a command; load it if it is asked for. Return whether it can run."""
+    child = groups.add_parser(
+        command.name,
+        help=command.summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if not is_asked_for:
+        return True
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        _say_missing(error, command.extra)
+        return False
+    module.configure(child)
+    child.set_defaults(run=module.run, extra=command.extra)
+    return True
+
+
+def _say_missing(error: ModuleNotFoundError, extra: str) -> int:
+    if error.name is None or error.name.partition(".")[0] == "pagedkv":
+        raise error
+    message = f'{error.name} is not installed, which this command needs: pip install "pagedkv[{extra}]"'
+    sys.stderr.write(f"pagedkv: {message}\n")
+    return 2

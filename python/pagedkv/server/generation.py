@@ -1,0 +1,223 @@
+"""From the body of a completion to requests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.engine import RequestOutputKind, SamplingParams
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.server.errors import APIError, from_engine
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from pagedkv.engine import AsyncLLMEngine, RequestOutput
+    from pagedkv.engine.stream import Stream
+    from pagedkv.server.protocol import ChatCompletionRequest, CompletionRequest
+
+# Text that takes long enough to tokenize for others to wait is tokenized in a thread.
+_LONG_TEXT = 20_000
+_MAX_PROMPTS = 256
+
+
+class ClientGoneError(Exception):
+    """The client went away before its answer was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of the request, as text if it came so, and its tokens."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class Generator:
+    """Runs completions on an engine.
+
+    Parameters
+    ----------
+    engine : AsyncLLMEngine
+        The engine.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        self.engine = engine
+        self._numbers = itertools.count()
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence."""
+        return self.engine.engine.limits.max_model_len
+
+    async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion."""
+        prompt: Any = body.prompt
+        several = prompt if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)) else [prompt]
+        if not several:
+            raise APIError(400, "prompt: expected at least one, found none", "prompt")
+        if len(several) > _MAX_PROMPTS:
+            raise APIError(400, f"prompt: expected at most {_MAX_PROMPTS}, found {len(several)}", "prompt")
+        return [
+            Prompt(one, await self.tokenize(one, add_special_tokens=body.add_special_tokens))
+            if isinstance(one, str)
+            else Prompt(None, one)
+            for one in several
+        ]
+
+    async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
+        """Return the prompt that a conversation is."""
+        text = self.render(body)
+        return Prompt(text, await self.tokenize(text, add_special_tokens=False))
+
+    def render(self, body: Any) -> str:
+        """Return a conversation as the chat template writes it."""
+        options = dict(getattr(body, "chat_template_kwargs", {}))
+        options["add_generation_prompt"] = body.add_generation_prompt
+        options["continue_final_message"] = getattr(body, "continue_final_message", False)
+        messages = [message.as_dict() for message in body.messages]
+        try:
+            return self.engine.engine.text.render_chat(messages, **options)
+        except InvalidArgumentError as error:
+            raise APIError(400, str(error), "messages") from error
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text."""
+        tokenizer = self.engine.engine.get_tokenizer()
+        if tokenizer is None:
+            raise APIError(400, "prompt: expected token ids, because the server has no tokenizer", "prompt")
+
+        def encode() -> list[int]:
+            return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+        return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
+
+    def params(self, body: Any, prompts: Sequence[Prompt], max_tokens: int | None, **more: Any) -> SamplingParams:
+        """Return the sampling parameters of a body, or say which field is wrong."""
+        prompt_field, length_field = (
+            ("messages", "max_tokens") if hasattr(body, "messages") else ("prompt", "max_tokens")
+        )
+        if getattr(body, "max_completion_tokens", None) is not None:
+            length_field = "max_completion_tokens"
+        self._check_lengths(body, prompts, max_tokens, prompt_field, length_field)
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        try:
+            return SamplingParams(max_tokens=max_tokens, output_kind=kind, **{**body.sampling_fields(), **more})
+        except (InvalidArgumentError, UnsupportedError) as error:
+            raise from_engine(error, {"max_tokens": length_field}) from error
+
+    def _check_lengths(
+        self, body: Any, prompts: Sequence[Prompt], max_tokens: int | None, prompt_field: str, length_field: str
+    ) -> None:
+        longest = self.max_model_len
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise APIError(400, f"{prompt_field}: expected at least one token, found none", prompt_field)
+            length = len(prompt.token_ids)
+            if body.truncate_prompt_tokens is not None:
+                kept = body.truncate_prompt_tokens
+                length = min(length, longest - (max_tokens or 1) if kept < 0 else kept)
+            if length >= longest:
+                raise APIError(
+                    400,
+                    f"{prompt_field}: the maximum context length is {longest} tokens, found a prompt of {length},"
+                    " which leaves no room for output",
+                    prompt_field,
+                )
+            if max_tokens is not None and length + max_tokens > longest:
+                raise APIError(
+                    400,
+                    f"{length_field}: the maximum context length is {longest} tokens, found {length + max_tokens}:"
+                    f" {length} of the prompt and {max_tokens} of output",
+                    length_field,
+                )
+
+    async def start(
+        self, body: Any, prompts: Sequence[Prompt], params: SamplingParams, name: str, tenant: str | None
+    ) -> list[Stream]:
+        """Hand requests over, one per prompt; all are taken, or none."""
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                given = {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids, "cache_salt": body.cache_salt}
+                own = f"{name}-{next(self._numbers)}"
+                streams.append(self.engine.add_request(given, params, own, priority=body.priority, tenant=tenant))
+            for stream in streams:
+                await stream.accepted()
+        except BaseException as error:
+            self.discard(streams)
+            if isinstance(error, Exception):
+                raise from_engine(error, {"prompt_token_ids": _field_of_prompt(body)}) from error
+            raise
+        return streams
+
+    def discard(self, streams: Sequence[Stream]) -> None:
+        """Abort requests that nobody reads any more."""
+        for stream in streams:
+            self.engine.discard(stream)
+
+    async def finish(self, request: Request, streams: Sequence[Stream]) -> list[RequestOutput]:
+        """Wait for the outputs of requests, or for the client to go away."""
+        work = asyncio.ensure_future(asyncio.gather(*(self._last(stream) for stream in streams)))
+        gone = asyncio.ensure_future(_until_gone(request))
+        try:
+            tasks: set[asyncio.Future[Any]] = {work, gone}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGoneError
+            return await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await work
+            self.discard(streams)
+
+    async def _last(self, stream: Stream) -> RequestOutput:
+        found = None
+        async for output in self.engine.follow(stream):
+            found = output
+        assert found is not None
+        return found
+
+    async def outputs(self, streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield the outputs of several requests as they come, with the number of the request."""
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=1)
+
+        async def read(number: int, stream: Stream) -> None:
+            try:
+                async for output in self.engine.follow(stream):
+                    await queue.put((number, output))
+                await queue.put((number, None))
+            except Exception as error:
+                await queue.put((number, error))
+
+        readers = [asyncio.create_task(read(*pair)) for pair in enumerate(streams)]
+        try:
+            num_left = len(readers)
+            while num_left:
+                number, output = await queue.get()
+                if output is None:
+                    num_left -= 1
+                elif isinstance(output, Exception):
+                    raise output
+                else:
+                    yield number, output
+        finally:
+            for reader in readers:
+                reader.cancel()
+            self.discard(streams)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _field_of_prompt(body: Any) -> str:
+    return "messages" if hasattr(body, "messages") else "prompt"

@@ -1,0 +1,253 @@
+"""What requests look like: OpenAI's fields, vLLM's further ones, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pagedkv.server.errors import APIError
+
+_MAX_LOGPROBS = 20
+
+# Fields that change nothing here: accounts, storage and routing of OpenAI's own service.
+_Ignored = Annotated[Any, Field(default=None)]
+
+
+# Fields that go to `SamplingParams` as they are.
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Generation(_Body):
+    """Fields of both kinds of completion."""
+
+    # What is not implemented, and the values that ask for nothing.
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+    }
+
+    model: str | None = None
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    user: _Ignored
+    metadata: _Ignored
+    store: _Ignored
+    service_tier: _Ignored
+    safety_identifier: _Ignored
+    prompt_cache_key: _Ignored
+    # vLLM's further fields.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    return_token_ids: bool = False
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> _Generation:
+        for name, harmless in self.refused.items():
+            found = getattr(self, name)
+            if found is not None and found not in harmless:
+                raise APIError(400, f"{name}: expected nothing, because it is not implemented, found {found!r}", name)
+        if self.stream_options is not None and not self.stream:
+            raise APIError(400, "stream_options: expected nothing, because stream is false", "stream_options")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= _MAX_LOGPROBS:
+            raise _out_of_range("prompt_logprobs", self.prompt_logprobs)
+        return self
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the keywords of `SamplingParams` that were given."""
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class CompletionRequest(_Generation):
+    """The body of `/v1/completions`."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = _Generation.refused | {"suffix": ("",), "best_of": (1,)}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: Any = None
+    best_of: Any = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
+            raise _out_of_range("logprobs", self.logprobs)
+        if self.echo and self.stream:
+            raise APIError(400, "echo: expected false, because stream is true", "echo")
+        return self
+
+
+class TextPart(_Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the message as a chat template takes it."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        # Templates know the older name of the role.
+        return {"role": "system" if self.role == "developer" else self.role, "content": content or "", **named}
+
+
+class ChatCompletionRequest(_Generation):
+    """The body of `/v1/chat/completions`."""
+
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = _Generation.refused | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "chat_template": (),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    parallel_tool_calls: _Ignored
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    chat_template: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
+            if not 0 <= self.top_logprobs <= _MAX_LOGPROBS:
+                raise _out_of_range("top_logprobs", self.top_logprobs)
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: expected false, because add_generation_prompt is true"
+            raise APIError(400, message, "continue_final_message")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """The body of `/tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise APIError(400, "prompt: expected either it or messages", "prompt")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise APIError(400, f"logit_bias: expected token ids as keys, found {text!r}", "logit_bias")
+    return int(text)
+
+
+def _out_of_range(name: str, found: int) -> APIError:
+    return APIError(400, f"{name}: expected 0 to {_MAX_LOGPROBS}, found {found}", name)

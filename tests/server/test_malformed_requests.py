@@ -1,0 +1,149 @@
+"""Wrong requests: each is answered with an error in OpenAI's form that names the field, and the server lives."""
+
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAY = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields):
+    return {"prompt": "abcd", "max_tokens": 4} | fields
+
+
+def chat(**fields):
+    return {"messages": SAY, "max_tokens": 4} | fields
+
+
+# Route, body, status, field.
+MALFORMED = [
+    (COMPLETIONS, b"", 400, None),
+    (COMPLETIONS, b"{", 400, None),
+    (COMPLETIONS, b"\xff\xfe", 400, None),
+    (COMPLETIONS, b"[]", 400, None),
+    (COMPLETIONS, b"null", 400, None),
+    (COMPLETIONS, b'"text"', 400, None),
+    (COMPLETIONS, b"[" * 100_000, 400, None),
+    (COMPLETIONS, {}, 400, "prompt"),
+    (COMPLETIONS, completion(prompt=None), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=5), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=""), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[[]]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[1.5]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[-1]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[256]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=[2**70]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=["a", 5]), 400, "prompt"),
+    (COMPLETIONS, completion(prompt="x" * 512), 400, "prompt"),
+    (COMPLETIONS, completion(prompt=["a"] * 300), 400, "prompt"),
+    (COMPLETIONS, completion(model="other"), 404, "model"),
+    (COMPLETIONS, completion(model=5), 400, "model"),
+    (COMPLETIONS, completion(n=0), 400, "n"),
+    (COMPLETIONS, completion(n=-1), 400, "n"),
+    (COMPLETIONS, completion(n=1.5), 400, "n"),
+    (COMPLETIONS, completion(n="3"), 400, "n"),
+    (COMPLETIONS, completion(n=17), 400, "n"),
+    (COMPLETIONS, completion(n=2, temperature=0), 400, "n"),
+    (COMPLETIONS, completion(temperature=-1), 400, "temperature"),
+    (COMPLETIONS, completion(temperature="hot"), 400, "temperature"),
+    (COMPLETIONS, b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (COMPLETIONS, completion(top_p=0), 400, "top_p"),
+    (COMPLETIONS, completion(top_p=1.5), 400, "top_p"),
+    (COMPLETIONS, completion(top_k=-2), 400, "top_k"),
+    (COMPLETIONS, completion(min_p=2), 400, "min_p"),
+    (COMPLETIONS, completion(presence_penalty=3), 400, "presence_penalty"),
+    (COMPLETIONS, completion(frequency_penalty=-3), 400, "frequency_penalty"),
+    (COMPLETIONS, completion(repetition_penalty=0), 400, "repetition_penalty"),
+    (COMPLETIONS, completion(max_tokens=-5), 400, "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=0), 400, "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=2.5), 400, "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=600), 400, "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=10**12), 400, "max_tokens"),
+    (COMPLETIONS, completion(min_tokens=9), 400, "min_tokens"),
+    (COMPLETIONS, completion(stop=5), 400, "stop"),
+    (COMPLETIONS, completion(stop=[""]), 400, "stop"),
+    (COMPLETIONS, completion(stop_token_ids=[-1]), 400, "stop_token_ids"),
+    (COMPLETIONS, completion(logprobs=-1), 400, "logprobs"),
+    (COMPLETIONS, completion(logprobs=21), 400, "logprobs"),
+    (COMPLETIONS, completion(logprobs=True), 400, "logprobs"),
+    (COMPLETIONS, completion(prompt_logprobs=99), 400, "prompt_logprobs"),
+    (COMPLETIONS, completion(logit_bias={"a": 1}), 400, "logit_bias"),
+    (COMPLETIONS, completion(logit_bias={"1": 200}), 400, "logit_bias"),
+    (COMPLETIONS, completion(logit_bias={"999": 1}), 400, "logit_bias"),
+    (COMPLETIONS, completion(logit_bias=[1]), 400, "logit_bias"),
+    (COMPLETIONS, completion(allowed_token_ids=[]), 400, "allowed_token_ids"),
+    (COMPLETIONS, completion(seed="x"), 400, "seed"),
+    (COMPLETIONS, completion(stream="yes"), 400, "stream"),
+    (COMPLETIONS, completion(stream_options={"include_usage": True}), 400, "stream_options"),
+    (COMPLETIONS, completion(stream=True, echo=True), 400, "echo"),
+    (COMPLETIONS, completion(suffix="z"), 400, "suffix"),
+    (COMPLETIONS, completion(best_of=3), 400, "best_of"),
+    (COMPLETIONS, completion(priority=1), 400, "priority"),
+    (COMPLETIONS, completion(priority="high"), 400, "priority"),
+    (COMPLETIONS, completion(cache_salt=""), 400, "cache_salt"),
+    (COMPLETIONS, completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    (COMPLETIONS, completion(temprature=1), 400, "temprature"),
+    (CHAT, {}, 400, "messages"),
+    (CHAT, chat(messages=[]), 400, "messages"),
+    (CHAT, chat(messages="hello"), 400, "messages"),
+    (CHAT, chat(messages=[5]), 400, "messages.0"),
+    (CHAT, chat(messages=[{"content": "x"}]), 400, "messages.0.role"),
+    (CHAT, chat(messages=[{"role": "wizard", "content": "x"}]), 400, "messages.0.role"),
+    (CHAT, chat(messages=[{"role": "user", "content": 5}]), 400, "messages.0.content"),
+    (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), 400, "messages.0.role"),
+    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages.0.content"),
+    (CHAT, chat(messages=[*SAY, {"role": "user", "content": "x" * 600}]), 400, "messages"),
+    (CHAT, chat(max_completion_tokens=-1), 400, "max_completion_tokens"),
+    (CHAT, chat(max_completion_tokens=5000), 400, "max_completion_tokens"),
+    (CHAT, chat(top_logprobs=3), 400, "top_logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=30), 400, "top_logprobs"),
+    (CHAT, chat(logprobs=3), 400, "logprobs"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools"),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
+    (CHAT, chat(chat_template="{{ x }}"), 400, "chat_template"),
+    (CHAT, chat(chat_template_kwargs={"unknown": 1}), 400, "messages"),
+    (CHAT, chat(continue_final_message=True), 400, "continue_final_message"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": 5}, 400, "prompt"),
+    ("/detokenize", {}, 400, "tokens"),
+    ("/detokenize", {"tokens": [300]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), MALFORMED)
+def test_malformed_request_is_told_its_field(server, path, body, status, param):
+    answer = server.post(path, body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert error["message"]
+    assert error["type"].endswith("Error")
+    found = error["param"]
+    assert found == param or (param is not None and found is not None and found.split(".")[0] == param)
+
+
+def test_server_lives_after_all_of_them(server):
+    for path, body, _, _ in MALFORMED:
+        server.post(path, body)
+    assert server.post(COMPLETIONS, completion()).status_code == 200
+    server.wait_until_idle()
+
+
+def test_unsupported_routes_are_told_in_the_same_form(server):
+    for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/nowhere"):
+        answer = server.post(path, {})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "NotFoundError")
+        assert path in answer.json()["error"]["message"]
+
+
+def test_wrong_method_is_told_in_the_same_form(server):
+    answer = server.get(COMPLETIONS)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "MethodNotAllowedError")
+
+
+def test_other_content_is_refused(server):
+    answer = server.post(COMPLETIONS, "prompt=abcd", headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")

@@ -1,0 +1,200 @@
+"""What a server owes its clients beside answers: limits, keys, health, metrics, and blocks that come back."""
+
+import asyncio
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG = {"prompt": "abcd", "max_tokens": 500, "ignore_eos": True}
+
+
+def open_stream(server, body, path="/v1/completions"):
+    """Send a request over a plain socket, so that the connection can be cut at any time."""
+    address = urlsplit(server.url)
+    connection = socket.create_connection((address.hostname, address.port))
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_goes_away_frees_its_blocks(start, stream):
+    server = start()
+    steps = []
+    connection = open_stream(server, LONG | {"stream": stream, "n": 3})
+    wait_until(lambda: server.scheduler.usage > 0)
+    server.engine.engine.step_hooks.append(lambda event: steps.append(event.plan.num_sequences))
+    connection.close()
+    server.wait_until_idle()
+    # A sample would have gone on for 500 steps.
+    assert len(steps) < 200
+    assert server.engine.get_num_unfinished_requests() == 0
+
+
+def test_requests_of_others_go_on_when_a_client_goes_away(start):
+    server = start()
+    connection = open_stream(server, LONG | {"stream": True})
+    wait_until(lambda: server.scheduler.usage > 0)
+    connection.close()
+    answer = server.post("/v1/completions", {"prompt": "abcd", "max_tokens": 20})
+    assert answer.status_code == 200
+    server.wait_until_idle()
+
+
+def test_full_queue_is_told_with_a_time_to_come_back(start):
+    server = start(max_num_seqs=1, max_queued_requests=1)
+    connections = [open_stream(server, LONG | {"stream": True}) for _ in range(2)]
+    wait_until(lambda: server.engine.get_num_unfinished_requests() == 2 and server.engine.num_queued_requests == 1)
+    answer = server.post("/v1/completions", {"prompt": "abcd"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "RateLimitError")
+    assert int(answer.headers["Retry-After"]) >= 1
+    for connection in connections:
+        connection.close()
+    server.wait_until_idle()
+    assert server.post("/v1/completions", {"prompt": "abcd"}).status_code == 200
+
+
+def test_dead_engine_is_told(start):
+    server = start()
+    assert server.get("/health").status_code == 200
+
+    def fail(module, arguments):
+        raise MemoryError("no room for activations")
+
+    server.model.register_forward_pre_hook(fail)
+    first = server.post("/v1/completions", {"prompt": "abcd"})
+    later = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert [first.status_code, later.status_code, server.get("/health").status_code] == [503, 503, 503]
+    assert later.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+def test_stream_of_a_dead_engine_ends_with_an_error(start):
+    server = start()
+    with httpx2.stream("POST", server.url + "/v1/completions", json=LONG | {"stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+
+        def fail(module, arguments):
+            raise MemoryError("no room for activations")
+
+        server.model.register_forward_pre_hook(fail)
+        events = [line for line in lines if line]
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 503
+    assert events[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), ({"Authorization": "Bearer wrong"}, 401), ({"Authorization": "Basic one"}, 401)]
+    + [({"Authorization": f"Bearer {key}"}, 200) for key in ("one", "two")],
+)
+def test_key_is_asked_for(start, headers, status):
+    server = start(options={"api_keys": ["one", "two"]})
+    answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    assert answer.status_code == status
+    assert server.get("/metrics", headers=headers).status_code == status
+    assert server.get("/health").status_code == 200
+
+
+def test_long_body_is_refused(start):
+    server = start(options={"max_body_bytes": 1000})
+    answer = server.post("/v1/completions", {"prompt": "x" * 2000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
+    assert server.post("/v1/completions", {"prompt": "x" * 100, "max_tokens": 1}).status_code == 200
+
+
+def test_shares_of_clients_are_those_of_their_keys(start):
+    server = start(options={"api_keys": ["one", "two"]})
+    for key in ("one", "one", "two"):
+        headers = {"Authorization": f"Bearer {key}"}
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    tenants = server.scheduler.stats().tenants
+    assert {name: totals.num_requests for name, totals in tenants.items()} == {"key 0": 2, "key 1": 1}
+
+
+def test_priority_is_taken_where_it_decides(start):
+    server = start(scheduling_policy="priority")
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": 3}).status_code == 200
+
+
+def test_request_id_comes_back(server):
+    answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "mine"})
+    assert answer.json()["id"] == "cmpl-mine"
+    assert answer.headers["X-Request-Id"] == "cmpl-mine"
+
+
+def test_tokens_come_of_text_and_text_of_tokens(server):
+    tokens = server.post("/tokenize", {"prompt": "abc", "return_token_strs": True}).json()
+    assert tokens == {"tokens": [97, 98, 99], "count": 3, "max_model_len": 512, "token_strs": ["a", "b", "c"]}
+    assert server.post("/detokenize", {"tokens": [97, 98, 99]}).json() == {"prompt": "abc"}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert bytes(chat["tokens"]).decode() == "<user>x<a>"
+
+
+def test_version_load_and_ping_answer(server):
+    assert server.get("/version").json() == {"version": "unknown"}
+    assert server.get("/load").json() == {"server_load": 0}
+    assert server.get("/ping").status_code == 200
+
+
+def test_metrics_are_those_of_the_engine(start):
+    server = start()
+    server.post("/v1/completions", {"prompt": "p" * 20, "max_tokens": 5, "n": 2})
+    server.post("/v1/completions", {"prompt": "p" * 20, "max_tokens": 5})
+    families = {family.name: family for family in text_string_to_metric_families(server.get("/metrics").text)}
+    values = {name: family.samples[0].value for name, family in families.items() if family.samples}
+    assert values["pagedkv:generation_tokens"] == 15
+    assert values["pagedkv:prompt_tokens"] == 40
+    assert values["pagedkv:prompt_tokens_cached"] == 16
+    assert values["pagedkv:num_requests_running"] == 0
+    samples = families["pagedkv:time_to_first_token_seconds"].samples
+    assert [sample.value for sample in samples if sample.name.endswith("_count")] == [2]
+    assert server.metric("pagedkv:request_success_total", finished_reason="length") == 3
+    states = {sample.labels["state"]: sample.value for sample in families["pagedkv:kv_blocks"].samples}
+    assert sum(states.values()) == server.engine.engine.kv_cache.num_blocks - 1
+
+
+def test_metrics_have_names_of_vllm_when_asked_for(start):
+    server = start(options={"vllm_metrics": True})
+    names = {family.name for family in text_string_to_metric_families(server.get("/metrics").text)}
+    assert {"vllm:num_requests_running", "vllm:kv_cache_usage_perc", "pagedkv:num_requests_running"} <= names
+    alone = {family.name for family in text_string_to_metric_families(server.get("/metrics?names=vllm").text)}
+    assert all(name.startswith("vllm:") for name in alone)
+
+
+def test_metrics_have_our_names_alone_by_default(server):
+    names = {family.name for family in text_string_to_metric_families(server.get("/metrics").text)}
+    assert all(name.startswith("pagedkv:") for name in names)
+
+
+def test_shutdown_waits_for_answers(start):
+    server = start()
+
+    async def main():
+        async with httpx2.AsyncClient(timeout=60) as client:
+            body = {"prompt": "abcd", "max_tokens": 60, "ignore_eos": True}
+            answer = asyncio.create_task(client.post(server.url + "/v1/completions", json=body))
+            while server.scheduler.usage == 0:
+                await asyncio.sleep(0.005)
+            await asyncio.to_thread(server.stop)
+            return await answer
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 60
+    assert not server.engine.is_running
