@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagedkv.engine import BeamSearchParams as BeamSearchParams
     from pagedkv.engine import CompletionOutput as CompletionOutput
     from pagedkv.engine import LLMEngine as LLMEngine
+    from pagedkv.engine import PagedCache as PagedCache
     from pagedkv.engine import RequestOutput as RequestOutput
     from pagedkv.engine import RequestOutputKind as RequestOutputKind
     from pagedkv.engine import SamplingParams as SamplingParams
@@ -67,6 +68,7 @@ _ENGINE = (
     "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
+    "PagedCache",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

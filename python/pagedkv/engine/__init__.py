@@ -8,6 +8,7 @@ from pagedkv.engine.logprobs import Logprob
 from pagedkv.engine.loop import StepEvent
 from pagedkv.engine.outputs import CompletionOutput, RequestOutput
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
+from pagedkv.engine.transformers_cache import PagedCache
 
 __all__ = [
     "LLM",
@@ -18,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "LLMEngine",
     "Logprob",
+    "PagedCache",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
