@@ -1,6 +1,7 @@
 """The command line, and the benchmarks for people behind it."""
 
 import builtins
+import io
 import json
 import sys
 
@@ -154,3 +155,136 @@ def test_real_clock_sleeps():
     clock = Clock(is_virtual=False)
     clock.wait(0.01)
     assert clock.now() >= 0.01
+
+
+# --- commands that run an engine
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "top", "doctor"])
+def test_help_of_an_engine_command_is_printed(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert f"usage: pagedkv {command}" in capsys.readouterr().out
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a small model of random weights."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=300, max_position_embeddings=128, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    words = {f"<{number}>": number for number in range(256)} | {"<unk>": 256}
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_generate_prints_a_text_as_it_comes(folder, capsys):
+    assert cli.main(["generate", folder, "<1> <2>", "--max-tokens", "4", "--ignore-eos"]) == 0
+    assert len(capsys.readouterr().out.split()) >= 1
+
+
+def test_generate_prints_json_lines(folder, capsys):
+    words = ["generate", folder, "<1> <2>", "<3>", "-n", "2", "--temperature", "1", "--max-tokens", "3", "--json"]
+    assert cli.main([*words, "--ignore-eos"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["<1> <2>", "<3>"]
+    assert [[len(sample["token_ids"]) for sample in line["outputs"]] for line in lines] == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "nowhere.gguf", "x"], "model: expected a GGUF file, found none at nowhere.gguf"),
+        (["serve", "nowhere.gguf"], "model: expected a GGUF file, found none at nowhere.gguf"),
+        (["top", "--url", "http://127.0.0.1:9", "--once"], "http://127.0.0.1:9: expected a server, found none"),
+    ],
+)
+def test_mistake_is_told_in_one_line(capsys, words, message):
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"pagedkv: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--block-size", "0"], "--block-size"), (["--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes")],
+)
+def test_engine_argument_out_of_range_is_refused(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "model", "x", *words])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1000", 1000), ("4k", 4096), ("1.5m", 1572864), ("2GiB", 2 << 30)])
+def test_sizes_are_read_with_their_units(text, expected):
+    from pagedkv.cli.engine_arguments import size
+
+    assert size(text) == expected
+
+
+def test_doctor_checks_the_parts(capsys):
+    assert cli.main(["doctor"]) == 0
+    found = capsys.readouterr().out
+    assert "check scheduler" in found
+    assert "check attention" in found
+    assert "FAILED" not in found
+
+
+def test_doctor_fails_when_a_check_does(capsys, monkeypatch):
+    from pagedkv.cli import doctor
+
+    def fail():
+        raise RuntimeError("broken")
+
+    monkeypatch.setitem(doctor._CHECKS, "attention", fail)
+    assert cli.main(["doctor"]) == 1
+    assert "FAILED: RuntimeError: broken" in capsys.readouterr().out
+
+
+STATE = {
+    "model": "tiny",
+    "num_running": 1,
+    "num_waiting": 2,
+    "usage": 0.5,
+    "blocks": "nfhhe",
+    "ref_counts": [0, 0, 1, 3, 0],
+    "requests": [
+        {
+            "request_id": "cmpl-1",
+            "state": "running",
+            "num_cached_tokens": 8,
+            "sequences": [{"sequence": 0, "num_tokens": 11, "block_table": [2, 3]}],
+        }
+    ],
+    "totals": {
+        "prompt_tokens": 40,
+        "generation_tokens": 10,
+        "prefix_cache_queries": 40,
+        "prefix_cache_hits": 10,
+        "copied_blocks": 2,
+        "preemptions": 0,
+    },
+}
+
+
+def test_top_shows_blocks_requests_and_rates():
+    from rich.console import Console
+
+    from pagedkv.cli.top import Rates, render
+
+    rates = Rates()
+    rates.add(STATE, 0.0)
+    rates.add(STATE | {"totals": STATE["totals"] | {"generation_tokens": 30}}, 2.0)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(STATE, rates, 100))
+    shown = console.export_text()
+    assert "running 1  waiting 2  usage 50.0 %" in shown
+    assert "output 10 tok/s" in shown
+    assert "hits 25.0 %" in shown
+    assert "·██▒" in shown
+    assert "cmpl-1" in shown

@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 # What nginx answers when the client has closed the connection; nobody reads it.
 _CLIENT_GONE = 499
-_OPEN_PATHS = frozenset({"/health", "/ping"})
+# The page has no data of its own; it asks for a key before it reads some.
+_OPEN_PATHS = frozenset({"/health", "/ping", "/"})
 _Handler = Callable[["Request"], Awaitable[Response]]
 
 
