@@ -21,7 +21,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text import TextCodec
 from pagedkv.exceptions import InvalidArgumentError, StateError
 from pagedkv.kv_cache import KVCache
-from pagedkv.models import TransformersModel, load_model
+from pagedkv.models import open_model
 from pagedkv.scheduling import Scheduler
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class LLMEngine:
             raise InvalidArgumentError(
                 f"max_plans_in_flight: expected 1 beside speculative_config, found {max_plans_in_flight}"
             )
-        hf_model, tokenizer = load_model(model, tokenizer, dtype)
-        paged = TransformersModel(hf_model, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale)
+        storage = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+        paged, tokenizer = open_model(model, tokenizer, dtype, **storage)
         self._limits = scheduler_limits(
             paged,
             max_model_len,

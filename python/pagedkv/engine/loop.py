@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.sampling_params import SamplingParams
     from pagedkv.engine.text import TextCodec
     from pagedkv.kv_cache import KVCache
-    from pagedkv.models import TransformersModel
+    from pagedkv.models import GGUFLlama, TransformersModel
     from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class EngineLoop:
 
     Parameters
     ----------
-    model : TransformersModel
+    model : TransformersModel or GGUFLlama
         What computes logits.
     scheduler : Scheduler
         What decides which tokens run; nobody else plans or commits with it.
@@ -95,7 +95,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        model: TransformersModel,
+        model: TransformersModel | GGUFLlama,
         scheduler: Scheduler,
         kv_cache: KVCache,
         limits: SchedulerConfig,

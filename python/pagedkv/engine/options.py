@@ -11,7 +11,7 @@ from pagedkv.exceptions import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from pagedkv.models import TransformersModel
+    from pagedkv.models import GGUFLlama, TransformersModel
 
 
 class EngineOptions(TypedDict, total=False):
@@ -37,7 +37,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def scheduler_limits(
-    model: TransformersModel,
+    model: TransformersModel | GGUFLlama,
     max_model_len: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
@@ -47,7 +47,7 @@ def scheduler_limits(
 
     Parameters
     ----------
-    model : TransformersModel
+    model : TransformersModel or GGUFLlama
         Its positions bound the longest sequence.
     max_model_len, max_num_seqs, max_num_batched_tokens : int or None
         As for `LLMEngine`.

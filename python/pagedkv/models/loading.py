@@ -10,6 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.models.dtypes import fastest_dtype
+from pagedkv.models.gguf_file import architecture
+from pagedkv.models.gguf_llama import ARCHITECTURES, GGUFLlama
+from pagedkv.models.transformers import TransformersModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +58,40 @@ def load_model(
     if dtype == "auto" and options:
         dtype = fastest_dtype()
     return _from(AutoModelForCausalLM, source, options, dtype=dtype), tokenizer
+
+
+def open_model(
+    model: PreTrainedModel | str | PathLike[str],
+    tokenizer: Any = None,
+    dtype: str | torch.dtype = "auto",
+    **storage: Any,
+) -> tuple[TransformersModel | GGUFLlama, Any]:
+    """Load a model that runs step plans, and its tokenizer.
+
+    Parameters
+    ----------
+    model, tokenizer, dtype
+        As for `load_model`. A GGUF file of Llama's or Qwen2's architecture is run by `GGUFLlama`, all else by
+        transformers.
+    **storage
+        `kv_cache_dtype`, `k_scale` and `v_scale`, as for `TransformersModel`.
+
+    Returns
+    -------
+    model : TransformersModel or GGUFLlama
+        The model over a paged cache.
+    tokenizer : transformers.PreTrainedTokenizerBase or None
+        The tokenizer.
+    """
+    if isinstance(model, str | PathLike):
+        source, options = _locate(model)
+        if options and architecture(path := Path(source) / options["gguf_file"]) in ARCHITECTURES:
+            tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
+            chosen = _dtype(dtype)
+            chosen = fastest_dtype() if isinstance(chosen, str) else chosen
+            return GGUFLlama(path, chosen, **storage), tokenizer
+    loaded, tokenizer = load_model(model, tokenizer, dtype)
+    return TransformersModel(loaded, **storage), tokenizer
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

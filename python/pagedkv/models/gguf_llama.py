@@ -1,0 +1,219 @@
+"""A Llama or Qwen2 from a GGUF file, without transformers: a handful of operations per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear, rms_norm, silu
+from torch.utils.dlpack import from_dlpack
+
+from pagedkv.exceptions import UnsupportedError
+from pagedkv.models.cache_groups import LayerShape, group_layers
+from pagedkv.models.gguf_file import GGUFFile
+from pagedkv.models.metadata import AttentionMetadata
+from pagedkv.models.storage import choose_storage
+
+if TYPE_CHECKING:
+    from pagedkv.config import GroupSpec
+    from pagedkv.kv_cache import KVCache
+
+ARCHITECTURES = ("llama", "qwen2")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class GGUFLlama:
+    """A decoder of Llama's architecture, with its weights unpacked and its keys and values in a paged cache.
+
+    It has the methods of `TransformersModel`. Queries, keys and values are one product, gate and up another, and
+    residuals are added within products.
+
+    Parameters
+    ----------
+    path : str or path
+        The GGUF file, of architecture "llama" or "qwen2".
+    dtype : torch.dtype
+        Element type of the weights.
+    kv_cache_dtype, k_scale, v_scale
+        As for `TransformersModel`.
+
+    Attributes
+    ----------
+    layers, dtype, vocab_size, max_model_len, device
+        As those of `TransformersModel`.
+
+    Raises
+    ------
+    UnsupportedError
+        If the file's model is another, has experts, or scales its positions in a way that is not implemented.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        dtype: torch.dtype = torch.float32,
+        *,
+        kv_cache_dtype: str | torch.dtype = "auto",
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        file = GGUFFile(path, dtype)
+        if file.architecture not in ARCHITECTURES:
+            raise UnsupportedError(f"model: expected one of {', '.join(ARCHITECTURES)}, found {file.architecture!r}")
+        if file.size("expert_count", 0):
+            raise UnsupportedError(f"model: expected no experts, found {file.size('expert_count')}")
+        self._storage = choose_storage(kv_cache_dtype, k_scale, v_scale, str(dtype).removeprefix("torch."))
+        self.dtype = self._storage.dtype
+        self.device = torch.device("cpu")
+        self.max_model_len: int | None = int(file.size("context_length"))
+        self._num_q_heads = int(file.size("attention.head_count"))
+        self._num_kv_heads = int(file.size("attention.head_count_kv", self._num_q_heads))
+        hidden_size = int(file.size("embedding_length"))
+        self._head_dim = int(file.size("attention.key_length", hidden_size // self._num_q_heads))
+        if (value_dim := file.size("attention.value_length", self._head_dim)) != self._head_dim:
+            raise UnsupportedError(f"model: expected values of {self._head_dim} elements, as keys, found {value_dim}")
+        self._window = file.size("attention.sliding_window", 0) or None
+        self._eps = float(file.size("attention.layer_norm_rms_epsilon"))
+        self._frequencies = _frequencies(file, self._head_dim)
+        self._embedding = file.tensor("token_embd.weight")
+        self.vocab_size = len(self._embedding)
+        self._layers = [self._read_layer(file, number) for number in range(int(file.size("block_count")))]
+        self._norm = file.tensor("output_norm.weight")
+        self._head = file.tensor("output.weight") if file.has("output.weight") else self._embedding
+        file.check_all_read()
+        shape = LayerShape(self._num_kv_heads, self._head_dim, self._window)
+        self.layers = dict.fromkeys(range(len(self._layers)), shape)
+        ends = (file.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        self.eos_token_ids = frozenset(int(end) for end in ends if end is not None)
+
+    def cache_groups(self, max_model_len: int | None = None) -> list[GroupSpec]:
+        """Return the cache groups that the model needs: one.
+
+        Parameters
+        ----------
+        max_model_len : int, optional
+            Longest sequence. A window that holds it is none.
+
+        Returns
+        -------
+        list of GroupSpec
+            For `CacheConfig`.
+        """
+        return group_layers(self.layers, self.dtype, max_model_len or self.max_model_len)
+
+    @torch.inference_mode()
+    def forward(
+        self, plan: Any, kv_cache: KVCache, previous_tokens: torch.Tensor | None = None, rows: Any = None
+    ) -> torch.Tensor:
+        """Run the tokens of a plan.
+
+        Parameters
+        ----------
+        plan, kv_cache, previous_tokens, rows
+            As for `TransformersModel.forward`.
+
+        Returns
+        -------
+        torch.Tensor, shape (num_rows, vocab_size)
+            Logits, in the type of the weights.
+        """
+        token_ids = from_dlpack(plan.token_ids)
+        if previous_tokens is not None and len(previous_tokens):
+            source = from_dlpack(plan.input_from).long()
+            token_ids = torch.where(source < 0, token_ids, previous_tokens[source.clamp(min=0)])
+        sample_rows = from_dlpack(plan.sample_rows) if rows is None else torch.from_numpy(rows)
+        scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
+        step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
+        x = self._embedding[token_ids]
+        angles = from_dlpack(plan.positions)[:, None].float() * self._frequencies
+        cos, sin = (turned.to(x.dtype)[:, None] for turned in (angles.cos(), angles.sin()))
+        for number, layer in enumerate(self._layers):
+            x = self._run_layer(number, layer, x, cos, sin, step)
+        return linear(rms_norm(x[sample_rows], self._norm.shape, self._norm, self._eps), self._head)
+
+    def _run_layer(
+        self,
+        number: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: AttentionMetadata,
+    ) -> torch.Tensor:
+        num_q, num_kv, head_dim = self._num_q_heads, self._num_kv_heads, self._head_dim
+        normed = rms_norm(x, layer.attention_norm.shape, layer.attention_norm, self._eps)
+        qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), num_q + 2 * num_kv, head_dim)
+        # Queries and keys are turned together: each pair of elements, half a head apart, by its angle.
+        first, second = qkv[:, : num_q + num_kv].chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        attended = step.attend(
+            number,
+            turned[:, :num_q],
+            turned[:, num_q:],
+            qkv[:, num_q + num_kv :],
+            softmax_scale=head_dim**-0.5,
+            sliding_window=self._window,
+            soft_cap=None,
+            sinks=None,
+        )
+        x = torch.addmm(x, attended.reshape(len(x), num_q * head_dim), layer.out)
+        normed = rms_norm(x, layer.mlp_norm.shape, layer.mlp_norm, self._eps)
+        gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
+        return torch.addmm(x, silu(gate).mul_(up), layer.down)
+
+    def _read_layer(self, file: GGUFFile, number: int) -> _Layer:
+        def tensor(name: str) -> torch.Tensor:
+            return file.tensor(f"blk.{number}.{name}")
+
+        heads = {"attn_q": self._num_q_heads, "attn_k": self._num_kv_heads, "attn_v": None}
+        is_turned = file.architecture == "llama"
+        weights: list[torch.Tensor] = []
+        biases: list[torch.Tensor] = []
+        for name, num_heads in heads.items():
+            for kind, found in (("weight", weights), ("bias", biases)):
+                if kind == "weight" or file.has(f"blk.{number}.{name}.bias"):
+                    own = tensor(f"{name}.{kind}")
+                    found.append(_in_halves(own, num_heads) if is_turned and num_heads is not None else own)
+        return _Layer(
+            tensor("attn_norm.weight"),
+            torch.cat(weights),
+            torch.cat(biases) if biases else None,
+            tensor("attn_output.weight").t(),
+            tensor("ffn_norm.weight"),
+            torch.cat([tensor("ffn_gate.weight"), tensor("ffn_up.weight")]),
+            tensor("ffn_down.weight").t(),
+        )
+
+
+def _in_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undo llama.cpp's order of rows: elements that turn together lie half a head apart, not side by side."""
+    head_dim = len(weight) // num_heads
+    return weight.view(num_heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def _frequencies(file: GGUFFile, head_dim: int) -> torch.Tensor:
+    """Return by how much each pair of elements turns per position."""
+    if (turned := file.size("rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedError(f"model: expected all {head_dim} elements of a head to turn, found {turned}")
+    base = float(file.size("rope.freq_base", 10000.0))
+    frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    scaling = file.size("rope.scaling.type", "none")
+    if scaling == "linear":
+        frequencies /= float(file.size("rope.scaling.factor"))
+    elif scaling != "none":
+        raise UnsupportedError(f"model: expected positions without scaling, or linear, found {scaling!r}")
+    if file.has("rope_freqs.weight"):
+        frequencies /= file.tensor("rope_freqs.weight", torch.float32)
+    return frequencies
