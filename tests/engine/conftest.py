@@ -175,13 +175,25 @@ def reference(model, prompt, max_tokens):
     return result.sequences[0, len(prompt) :].tolist()
 
 
+def poison(cache):
+    """Make every element of a cache NaN; packed keys can be reached by writing to them only."""
+    if not cache.packed:
+        cache.pool.fill_(math.nan)
+        return
+    for group in cache.groups:
+        slots = torch.arange(cache.num_blocks * group.block_size)
+        nothing = torch.full((len(slots), group.num_kv_heads, group.head_dim), math.nan)
+        for layer in group.layers:
+            cache.append_kv(layer, nothing, nothing, slots)
+
+
 @pytest.fixture(scope="session")
 def open_llm():
     """Return a function that makes an LLM whose memory holds NaN wherever nothing was written."""
 
     def open_llm(model, tokenizer=None, **options):
         llm = LLM(model, tokenizer, **options)
-        llm.kv_cache.pool.fill_(math.nan)
+        poison(llm.kv_cache)
         return llm
 
     return open_llm

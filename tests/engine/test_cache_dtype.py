@@ -70,6 +70,20 @@ def test_llm_generates_greedy_tokens_when_the_cache_is_fp8(tiny_model, open_llm,
     assert warm == cold
 
 
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 6, "preemption_mode": "swap"}], ids=["roomy", "swapped"])
+def test_llm_generates_the_tokens_of_natural_keys_when_keys_are_packed(tiny_model, open_llm, options):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = [PROMPT, [*PROMPT, 7], [3, 4]]
+    tokens = {}
+    for packed_keys in (False, True):
+        with open_llm(tiny_model, block_size=16, packed_keys=packed_keys, **options) as llm:
+            tokens[packed_keys] = [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
+            num_preemptions = llm.scheduler.num_preemptions
+            assert llm.kv_cache.packed is packed_keys
+    assert tokens[True] == tokens[False]
+    assert (num_preemptions > 0) is bool(options)
+
+
 def test_block_takes_a_quarter_of_the_bytes_when_the_cache_of_float32_weights_is_fp8(tiny_model, open_llm):
     sizes = []
     for dtype in ("auto", "float8_e4m3fn"):
@@ -101,6 +115,7 @@ def test_stored_numbers_are_divided_by_the_scales(tiny_model):
         ({"k_scale": 0.0, "kv_cache_dtype": "float8_e4m3fn"}, "k_scale: expected a finite number above 0, found 0.0"),
         ({"v_scale": math.nan}, "v_scale: expected a finite number above 0, found nan"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of auto, float32, .*, found 'fp8'"),
+        ({"packed_keys": True, "block_size": 8}, "block_size: expected a multiple of 16, because"),
         ({"kv_cache_dtype": torch.int8}, "kv_cache_dtype: expected one of auto, float32, .*, found torch.int8"),
     ],
     ids=str,

@@ -53,6 +53,9 @@ class LLMEngine:
     k_scale, v_scale : float
         What keys and values are divided by before they are rounded to FP8, and multiplied by again in attention, in
         every layer.
+    packed_keys : bool
+        Whether keys are packed as in `KVCache(packed=True)`: blocks of multiples of 16 tokens, read faster on the CPU where
+        the cache is FP8 or many query heads share a KV head, and written slower.
     block_size : int
         Tokens per block of the cache; of its smallest blocks, where layers differ.
     num_blocks : int, optional
@@ -119,6 +122,7 @@ class LLMEngine:
         kv_cache_dtype: str | torch.dtype = "auto",
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        packed_keys: bool = False,
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -166,7 +170,7 @@ class LLMEngine:
             host_blocks = num_blocks if preemption_mode == "swap" else 0
         config = make_config(num_blocks, num_host_blocks=host_blocks)
         self._scheduler = Scheduler(config, self._limits)
-        kv_cache = KVCache.from_config(config, self._limits, device=str(paged.device))
+        kv_cache = KVCache.from_config(config, self._limits, device=str(paged.device), packed=packed_keys)
         self._kv_cache: KVCache | None = kv_cache
         self._text = TextCodec(tokenizer)
         self._vocab_size = paged.vocab_size

@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str | torch.dtype
     k_scale: float
     v_scale: float
+    packed_keys: bool
     block_size: int
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
