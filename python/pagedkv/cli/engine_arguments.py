@@ -20,7 +20,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="where to load the tokenizer, if not where the model is")
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     group.add_argument("--kv-cache-dtype", default="auto", help="auto, one of these, float8_e4m3fn or float8_e5m2")
-    group.add_argument("--packed-keys", action="store_true", help="keys side by side: FP8 and large groups decode faster")
+    group.add_argument("--packed-keys", action="store_true", help="lay keys side by side: faster with FP8")
     group.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens per block (16)")
     group.add_argument("--num-blocks", type=positive, metavar="N", help="blocks of the cache")
     group.add_argument("--kv-cache-memory-bytes", type=size, metavar="SIZE", help="or its memory: 512m, 4g")

@@ -54,8 +54,8 @@ class LLMEngine:
         What keys and values are divided by before they are rounded to FP8, and multiplied by again in attention, in
         every layer.
     packed_keys : bool
-        Whether keys are packed as in `KVCache(packed=True)`: blocks of multiples of 16 tokens, read faster on the CPU where
-        the cache is FP8 or many query heads share a KV head, and written slower.
+        Whether keys are packed as in `KVCache(packed=True)`: blocks of multiples of 16 tokens, read faster on the CPU
+        where the cache is FP8 or many query heads share a KV head, and written slower.
     block_size : int
         Tokens per block of the cache; of its smallest blocks, where layers differ.
     num_blocks : int, optional
