@@ -16,8 +16,8 @@ class HostDevice:
     ----------
     seed, schedule, count
         As for `launch`.
-    edits : sequence of pairs of str
-        What to change in the sources, as for `build_kernel`.
+    edits : dict of str to sequence of pairs of str
+        What to change in the sources of a kernel, as for `build_kernel`.
     asan : bool
         Whether kernels are compiled with AddressSanitizer, for a process that runs under it.
     macros : dict
@@ -29,10 +29,11 @@ class HostDevice:
         Every kernel that ran, and what it did.
     """
 
-    def __init__(self, *, seed=1, schedule="uniform", count=False, edits=(), asan=False, macros=None):
+    def __init__(self, *, seed=1, schedule="uniform", count=False, edits=None, asan=False, macros=None):
         self.launched = []
         self._how = {"seed": seed, "schedule": schedule, "count": count}
-        self._build = {"edits": edits, "asan": asan}
+        self._edits = edits or {}
+        self._asan = asan
         self._macros = macros or {}
 
     def run(self, variant, struct, tensors, values, writable, grid):
@@ -53,7 +54,8 @@ class HostDevice:
         grid : int
             Blocks.
         """
-        library = build_kernel(variant.kernel, self._macros | dict(variant.macros), **self._build)
+        macros = self._macros | dict(variant.macros)
+        library = build_kernel(variant.kernel, macros, edits=self._edits.get(variant.kernel, ()), asan=self._asan)
         memory = Memory()
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         placed = memory.place_all(given, writable=writable)
