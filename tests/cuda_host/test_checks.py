@@ -71,7 +71,7 @@ def run(probe):
 
     def run(case, blocks=1, **options):
         params = struct.pack("QQi4x", out.data_ptr(), values.data_ptr(), CASES.index(case))
-        return launch(probe, params, (blocks,), THREADS, SHARED_BYTES, memory, **options), out.tolist()
+        return launch(probe, params, (blocks,), THREADS, SHARED_BYTES, memory.regions, **options), out.tolist()
 
     return run
 
@@ -122,4 +122,4 @@ def test_counters_tell_distinct_bytes_and_sectors_of_a_warps_access(run):
 
 def test_a_parameter_struct_of_another_size_is_refused(probe):
     with pytest.raises(KernelFault, match="packed 8 bytes, the kernel takes 24"):
-        launch(probe, bytes(8), (1,), THREADS, 0, Memory())
+        launch(probe, bytes(8), (1,), THREADS, 0, [])

@@ -13,6 +13,7 @@ from tight import make_tight_batch
 
 SCHEDULES = ["uniform", "warp-priority"]
 DECODE = [(1, 1), (2, 1), (3, 1), (5, 1), (63, 1), (200, 1)]
+PREFILL = [(1, 1), (2, 2), (3, 2), (5, 5), (70, 60), (130, 100)]
 
 IN_DECODE = {
     "no barrier: queries staged": ("  sync_block();  // the queries are there\n", ""),
@@ -41,25 +42,52 @@ IN_DECODE = {
     ),
     "wrong block id": ("const Place place = {keys.block, key", "const Place place = {keys.block + 1, key"),
     "slot of another block size": ("keys.block, key % p.block_size};", "keys.block, key % 32};"),
-    "values where keys are": ("p.v_cache + (place.y", "p.v_cache + (place.x"),
     "shuffle of some lanes": (
         "const float sum = quad_sum(rows.sum[half]);",
         "const float sum = lane < 16 ? quad_sum(rows.sum[half]) : rows.sum[half];",
     ),
-    "mask off by one": ("!kMasked || key < rule.end_key ?", "!kMasked || key <= rule.end_key ?"),
-    "mask one short": ("item.context_len + at.query + 1), scale", "item.context_len + at.query), scale"),
+    "mask off by one": ("bool sees = key < keys.end;", "bool sees = key <= keys.end;"),
+    "mask one short": ("rule.position + 1)};", "rule.position)};"),
     "rows not rescaled": ("out[n][e] *= factor[e / 2];", "out[n][e] *= 1.f;"),
     "sums not rescaled": ("      rows.sum[half] *= factor[half];\n", ""),
-    "window too wide": ("position + 1 - p.sliding_window", "position - p.sliding_window"),
-    "bias off by one": (
-        "static_cast<float>(position - rule.position)",
-        "static_cast<float>(position + 1 - rule.position)",
-    ),
+    "window too wide": ("keys.first = rule.position + 1 - p", "keys.first = rule.position - p"),
+    "bias off by one": ("position - rules[half].position", "position + 1 - rules[half].position"),
     "logarithm of base 2": ("(row.base + log2_approx(row.sum)) * kLn2", "row.base + log2_approx(row.sum)"),
     "output of another head": ("kv_head * p.group + of_sequence", "of_sequence"),
-    "tile read unswizzled": ("((chunk ^ turn) << 4)", "(((chunk ^ turn) + 1) % kRowChunks << 4)"),
 }
 
+
+IN_PREFILL = {
+    "no barrier: first places there": ("  sync_block();  // it is known where the first tile lies\n", ""),
+    "no barrier: queries staged": ("  sync_block();  // the queries are there\n", ""),
+    "no barrier: tile there": ("    sync_block();  // the tile is there, it is known", "    // it is known"),
+    "no barrier: queries free": ("  sync_warp();  // the warp needs its queries no more\n", ""),
+    "no barrier: rows there": ("  sync_warp();  // the rows are there\n", ""),
+    "barrier of some threads": ("    sync_block();  // the tile is there,", "    if (warp < 3) sync_block();  //"),
+    "no wait": ("    copy_async_wait<0>();\n    sync_block();", "    sync_block();"),
+    "weak wait": ("    copy_async_wait<0>();\n    sync_block();", "    copy_async_wait<1>();\n    sync_block();"),
+    "no commit": ("load_tile(p, item, 0);\n  copy_async_commit();", "load_tile(p, item, 0);"),
+    "table read behind its end": ("threadIdx.x >= kKeys || key >= item.end_key", "threadIdx.x >= kKeys"),
+    "keys read behind the sequence": ("item.end_key - item.first_key - tile * kKeys;", "kKeys;"),
+    "wrong block id": ("const Place place = {block, key", "const Place place = {block + 1, key"),
+    "places where those in use are": ("(tile % 2 * kKeys + threadIdx.x) * 16", "threadIdx.x * 16"),
+    "tile skipped that some rows see": ("first_key >= seen.end ||", "first_key + kKeys >= seen.end ||"),
+    "not masked where it must be": ("first_key + kKeys > seen.end_of_all", "first_key > seen.end_of_all"),
+    "rows stored that are not there": ("row >= item.num_rows || chunk * 8", "chunk * 8"),
+    "shuffle of some lanes": (
+        "quad_sum(rows[m].sum[half])}",
+        "lane < 16 ? quad_sum(rows[m].sum[half]) : 0.f}",
+    ),
+    "mask off by one": ("bool sees = key < keys.end;", "bool sees = key <= keys.end;"),
+    "mask one short": ("rule.position + 1)};", "rule.position)};"),
+}
+IN_MERGE = {
+    "piece left out": (
+        "    for (i32 piece = 0; piece < item.num_pieces; piece++) {\n      const i64 index",
+        "    for (i32 piece = 1; piece < item.num_pieces; piece++) {\n      const i64 index",
+    ),
+    "pieces not weighted": ("const float weight = exp2_approx(lse - total.base);", "const float weight = 1.f;"),
+}
 
 # What these break shows with such options only.
 OPTIONS = {
@@ -69,15 +97,6 @@ OPTIONS = {
     "bias off by one": {"alibi_slopes": torch.full((8,), 0.5)},
     "piece left out": {"piece": 48},
     "pieces not weighted": {"piece": 48},
-}
-
-
-IN_MERGE = {
-    "piece left out": (
-        "    for (i32 piece = 0; piece < item.num_pieces; piece++) {\n      const i64 index",
-        "    for (i32 piece = 1; piece < item.num_pieces; piece++) {\n      const i64 index",
-    ),
-    "pieces not weighted": ("const float weight = exp2_approx(lse - total.base);", "const float weight = 1.f;"),
 }
 
 
@@ -102,6 +121,12 @@ def test_a_fault_planted_in_paged_decode_is_found_by_one_launch(fault, schedule)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fault", IN_PREFILL)
+def test_a_fault_planted_in_paged_prefill_is_found_by_one_launch(fault, schedule):
+    assert find("paged_prefill", IN_PREFILL[fault], PREFILL, schedule, **OPTIONS.get(fault, {}))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("fault", IN_MERGE)
 def test_a_fault_planted_in_merge_partials_is_found_by_one_launch(fault, schedule):
     options = OPTIONS.get(fault, {})
@@ -112,6 +137,7 @@ def test_a_fault_planted_in_merge_partials_is_found_by_one_launch(fault, schedul
 @pytest.mark.parametrize("options", [{}, *{str(options): options for options in OPTIONS.values()}.values()], ids=str)
 def test_nothing_is_found_where_nothing_is_planted(options, schedule):
     assert find("paged_decode", None, DECODE, schedule, **options) is None
+    assert find("paged_prefill", None, PREFILL, schedule, **options) is None
 
 
 @pytest.mark.parametrize("text", ["no such text", "sync_block();"])

@@ -29,7 +29,7 @@ def apply():
         given = memory.place("in", torch.from_numpy(inputs.view(np.int32)))
         out = memory.place("out", torch.zeros(32, 4, dtype=torch.int32), writable=True)
         params = struct.pack("QQi4x", out.data_ptr(), given.data_ptr(), FUNCTIONS.index(function))
-        launch(kernel, params, (1,), 32, SHARED_BYTES, memory)
+        launch(kernel, params, (1,), 32, SHARED_BYTES, memory.regions)
         return out.numpy().view(np.uint32)
 
     return apply

@@ -1,4 +1,4 @@
-"""Batches in which everything ends where it must: the last block of the pool and the last entry of the table are used."""
+"""Batches in which everything ends where it must: the last block of the pool and the last table entry are used."""
 
 import torch
 from batches import Batch
@@ -7,8 +7,8 @@ from batches import Batch
 def make_tight_batch(sequences, *, group=4, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.float16):
     """Return a batch of sequences given as (length, queries), the longest last; unused slots hold NaN.
 
-    The table has no column and the pool no block to spare, a row ends where the next one begins, and block 0 is the last
-    block of the last sequence.
+    The table has no column and the pool no block to spare, a row ends where the next one begins, and block 0 is the
+    last block of the last sequence.
     """
     generator = torch.Generator().manual_seed(len(sequences) + head_dim)
     counts = [-(-length // block_size) for length, _ in sequences]

@@ -11,7 +11,9 @@ from host_device import HostDevice, attention, cache_operations, missing_tools
 import pagedkv.attention
 import pagedkv.kv_cache
 
-CUDA = "cuda-on-host"
+# Any batch can be computed by either kernel of attention.
+CUDA_KERNELS = {"cuda-decode": "paged_decode", "cuda-prefill": "paged_prefill"}
+CUDA = "cuda"
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 SCHEDULES = ("uniform", "warp-priority")
 
@@ -33,7 +35,8 @@ class CudaOnHost:
 
     default_dtype = torch.bfloat16
 
-    def __init__(self, piece=256, **device):
+    def __init__(self, kernel=None, piece=256, **device):
+        self._kernel = kernel
         self._piece = piece  # of keys, at whose multiples long sequences are cut
         self._device = device
 
@@ -50,7 +53,8 @@ class CudaOnHost:
 
     def _attend(self, out, *arrays, schedule=SCHEDULES[0], **options):
         device = HostDevice(schedule=schedule, **self._device)
-        result = attention.paged_attention(device, *arrays, out=out, piece=self._piece, **options)
+        options |= {"kernel": self._kernel, "piece": self._piece}
+        result = attention.paged_attention(device, *arrays, out=out, **options)
         return result if isinstance(result, tuple) else (result,)
 
     def append_kv(self, *arrays, **options):
@@ -78,15 +82,15 @@ class CudaOnHost:
             assert torch.equal(_bits(one), _bits(other))
 
 
-def backends(cpu):
-    """Return the names of all backends; `cpu` are those of the package."""
-    return [*cpu, *([] if missing_tools() else [CUDA])]
+def backends(cpu, cuda):
+    """Return the names of all backends that this machine can run."""
+    return [*cpu, *([] if missing_tools() else cuda)]
 
 
 def lacks(params):
     """Whether a test's parameters ask of the CUDA kernels what they refuse."""
     stored, of_input = params.get("dtype"), params.get("q_dtype")
-    if params.get("backend") == CUDA:  # attention: no float32, no two float types, no longer heads
+    if params.get("backend") in CUDA_KERNELS:  # attention: no float32, no two float types, no longer heads
         other_float = of_input is not None and {stored, of_input} <= FLOATS and stored != of_input
         return other_float or torch.float32 in (stored, of_input) or params.get("head_dim", 0) > 256
     return params.get("operations") == CUDA and params.get("cache_dtype", stored) != stored  # a copy of one type

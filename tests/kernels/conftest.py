@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from backends import CUDA, Cpu, CudaOnHost, backends, lacks
+from backends import CUDA, CUDA_KERNELS, Cpu, CudaOnHost, backends, lacks
 from batches import assert_matches_oracle, make_batch, make_pairs, make_pool, pack
 
 from pagedkv.attention import instruction_sets
@@ -21,16 +21,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
-@pytest.fixture(params=backends(instruction_sets()))
+@pytest.fixture(params=backends(instruction_sets(), CUDA_KERNELS))
 def backend(request, monkeypatch):
     """Return each backend of attention."""
-    if request.param == CUDA:
-        return CudaOnHost()
+    if request.param in CUDA_KERNELS:
+        return CudaOnHost(CUDA_KERNELS[request.param])
     monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
     return Cpu()
 
 
-@pytest.fixture(params=backends(["cpu"]))
+@pytest.fixture(params=backends(["cpu"], [CUDA]))
 def operations(request):
     """Return each backend of the cache operations."""
     return CudaOnHost() if request.param == CUDA else Cpu()

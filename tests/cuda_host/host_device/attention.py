@@ -121,3 +121,8 @@ def name(dtype):
 
 
 KERNELS = {"paged_decode": variants.paged_decode, "paged_prefill": variants.paged_prefill}
+
+
+def rows_of_item(kernel, head_dim):
+    """Return the query rows of a work item."""
+    return KERNELS[kernel]("float16", "float16", head_dim, features=False).rows

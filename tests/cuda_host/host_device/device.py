@@ -22,6 +22,8 @@ class HostDevice:
         Whether kernels are compiled with AddressSanitizer, for a process that runs under it.
     macros : dict
         Macros beside those of the variant.
+    memory : Memory
+        Tensors that lie in it are used where they are; all others go to memory of their own and come back.
 
     Attributes
     ----------
@@ -29,12 +31,13 @@ class HostDevice:
         Every kernel that ran, and what it did.
     """
 
-    def __init__(self, *, seed=1, schedule="uniform", count=False, edits=None, asan=False, macros=None):
+    def __init__(self, *, seed=1, schedule="uniform", count=False, edits=None, asan=False, macros=None, memory=None):
         self.launched = []
         self._how = {"seed": seed, "schedule": schedule, "count": count}
         self._edits = edits or {}
         self._asan = asan
         self._macros = macros or {}
+        self._home = memory or Memory()
 
     def run(self, variant, struct, tensors, values, writable, grid):
         """Run a kernel.
@@ -56,14 +59,16 @@ class HostDevice:
         """
         macros = self._macros | dict(variant.macros)
         library = build_kernel(variant.kernel, macros, edits=self._edits.get(variant.kernel, ()), asan=self._asan)
-        memory = Memory()
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        placed = memory.place_all(given, writable=writable)
+        away = {name: tensor for name, tensor in given.items() if not self._home.holds(tensor)}
+        memory = Memory()
+        placed = given | memory.place_all(away, writable=writable)
+        regions = [*self._home.regions, *memory.regions]
         addresses = {name: placed[name].data_ptr() if name in placed else 0 for name in tensors}
         params = pack(struct_of(variant.kernel, struct), addresses | values)
-        done = launch(library, params, (grid,), variant.threads, variant.shared_bytes, memory, **self._how)
+        done = launch(library, params, (grid,), variant.threads, variant.shared_bytes, regions, **self._how)
         self.launched.append((variant.kernel, done))
-        for name in writable & given.keys():
+        for name in writable & away.keys():
             given[name].copy_(placed[name])
 
 

@@ -58,8 +58,8 @@ class Launched:
     bank_conflicts: int
 
 
-def launch(kernel, params, grid, threads, shared_bytes, memory, *, seed=1, schedule="uniform", count=False):
-    """Run a kernel over the tensors of a `Memory`.
+def launch(kernel, params, grid, threads, shared_bytes, regions, *, seed=1, schedule="uniform", count=False):
+    """Run a kernel.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def launch(kernel, params, grid, threads, shared_bytes, memory, *, seed=1, sched
         Blocks in x, and in y and z where there are more.
     threads, shared_bytes : int
         Of a block.
-    memory : Memory
+    regions : sequence of Region
         The tensors that the kernel may touch.
     seed : int
         What the order of blocks and threads is drawn from.
@@ -89,8 +89,7 @@ def launch(kernel, params, grid, threads, shared_bytes, memory, *, seed=1, sched
         raise KernelFault(f"parameters: packed {len(params)} bytes, the kernel takes {kernel.pkv_params_bytes()}")
     x, y, z = (*grid, 1, 1)[:3]
     how = _Launch(x, y, z, threads, shared_bytes, count, seed, SCHEDULES[schedule])
-    regions = [(r.name.encode(), r.address, r.num_bytes, r.writable) for r in memory.regions]
-    tensors = (_Tensor * len(regions))(*regions)
+    tensors = (_Tensor * len(regions))(*((r.name.encode(), r.address, r.num_bytes, r.writable) for r in regions))
     counts, message = _Counts(), ctypes.create_string_buffer(MESSAGE_BYTES)
     failed = kernel.pkv_launch(
         params, ctypes.byref(how), tensors, len(regions), ctypes.byref(counts), message, MESSAGE_BYTES

@@ -47,6 +47,11 @@ class Memory:
         buffer.owner = self  # nothing is released while an array is in use
         return np.frombuffer(buffer, np.uint8)
 
+    def holds(self, tensor):
+        """Return whether a tensor lies in this memory."""
+        at = tensor.data_ptr()
+        return any(region.address <= at < region.address + region.num_bytes for region in self.regions)
+
     def place(self, name, tensor, *, writable=False):
         """Return a copy of a torch tensor, gaps between its elements included."""
         return self.place_all({name: tensor}, writable={name} if writable else ())[name]
