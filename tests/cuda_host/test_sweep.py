@@ -1,6 +1,5 @@
 """Attention of both kernels against the oracle: types, sizes, layouts and features, every two of them together."""
 
-
 import pytest
 import torch
 from backends import CudaOnHost

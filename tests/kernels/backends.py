@@ -61,6 +61,19 @@ class CudaOnHost:
         """Write keys and values; caches are modified under the second schedule only where the first agrees."""
         self._twice(functools.partial(cache_operations.append_kv, **options), arrays, (2, 3))
 
+    def merge_states(self, *states):
+        """Join the results of two attentions."""
+        return self._both(lambda device: attention.merge_states(device, *states))
+
+    def gather_kv(self, *arrays, out=None, **options):
+        """Collect keys and values."""
+        results = self._both(lambda device: cache_operations.gather_kv(device, *arrays, **options, **_like(out)))
+        if out is None:
+            return results
+        for to, values in zip(out, results, strict=True):
+            to.copy_(values)
+        return tuple(out)
+
     def copy_blocks(self, pool, pairs):
         """Copy blocks."""
         self._twice(cache_operations.copy_blocks, (pool, pairs), (0,))
@@ -68,6 +81,12 @@ class CudaOnHost:
     def move_kv(self, pool, slot_moves, group=0):
         """Move tokens."""
         self._twice(cache_operations.move_kv, (pool, slot_moves, group), (0,))
+
+    def _both(self, operation):
+        first, again = (operation(HostDevice(schedule=schedule, **self._device)) for schedule in SCHEDULES)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(_bits(one), _bits(other))
+        return tuple(first)
 
     def _twice(self, operation, arrays, modified):
         arrays = [torch.as_tensor(a) if hasattr(a, "shape") else a for a in arrays]
@@ -93,11 +112,16 @@ def lacks(params):
     if params.get("backend") in CUDA_KERNELS:  # attention: no float32, no two float types, no longer heads
         other_float = of_input is not None and {stored, of_input} <= FLOATS and stored != of_input
         return other_float or torch.float32 in (stored, of_input) or params.get("head_dim", 0) > 256
-    return params.get("operations") == CUDA and params.get("cache_dtype", stored) != stored  # a copy of one type
+    return False
 
 
 def _as_vector(value):
     return torch.as_tensor(value).contiguous() if hasattr(value, "shape") else value
+
+
+def _like(out):
+    """Return outputs that lie as those that were given, so that these stay as they are."""
+    return {} if out is None else {"out": [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in out]}
 
 
 def _bits(tensor):

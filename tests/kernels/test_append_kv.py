@@ -82,11 +82,13 @@ def test_append_kv_matches_oracle_when_runs_of_slots_are_split_among_threads(mak
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_append_kv_divides_by_the_scale_of_each_head_when_the_cache_is_fp8(make_pool, dtype):
+def test_append_kv_divides_by_the_scale_of_each_head_when_the_cache_is_fp8(operations, make_pool, dtype):
     pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, dtype)
     k, v = make_tokens(6)
     k_scale, v_scale = torch.tensor([0.25, 1.0, 4.0]), torch.tensor([0.5])
-    append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], make_slots(0, 1, 2, 3, 4, 5), k_scale=k_scale, v_scale=v_scale)
+    operations.append_kv(
+        k, v, pool[:, 1, 0], pool[:, 1, 1], make_slots(0, 1, 2, 3, 4, 5), k_scale=k_scale, v_scale=v_scale
+    )
     want_k = (k / k_scale[:, None]).to(dtype).float()
     want_v = (v / v_scale).to(dtype).float()
     rows = pool[:2, 1].float().transpose(2, 3)
@@ -95,10 +97,10 @@ def test_append_kv_divides_by_the_scale_of_each_head_when_the_cache_is_fp8(make_
     torch.testing.assert_close(stored[1], want_v, atol=0, rtol=0)
 
 
-def test_append_kv_stores_the_largest_number_when_fp8_has_no_larger_one(make_pool):
+def test_append_kv_stores_the_largest_number_when_fp8_has_no_larger_one(operations, make_pool):
     pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, torch.float8_e4m3fn)
     k = torch.full((1, HEADS, HEAD_DIM), 1e6)
-    append_kv(k, -k, pool[:, 1, 0], pool[:, 1, 1], make_slots(0))
+    operations.append_kv(k, -k, pool[:, 1, 0], pool[:, 1, 1], make_slots(0))
     assert (pool[0, 1, 0, :, 0].float() == 448).all()
     assert (pool[0, 1, 1, :, 0].float() == -448).all()
 

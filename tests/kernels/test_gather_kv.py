@@ -18,10 +18,10 @@ def arrays(batch):
 @pytest.mark.parametrize("layout", ["block", "layer"])
 @pytest.mark.parametrize("dtype", DTYPES + FP8, ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 40])
-def test_gather_kv_matches_oracle_when_lengths_are_ragged(make_batch, dtype, layout, block_size):
+def test_gather_kv_matches_oracle_when_lengths_are_ragged(operations, make_batch, dtype, layout, block_size):
     sizes = {"layout": layout, "block_size": block_size, "head_dim": 8}
     batch = make_batch(SEQUENCES, dtype=dtype, q_dtype=torch.float32, **sizes)
-    k, v = gather_kv(*arrays(batch))
+    k, v = operations.gather_kv(*arrays(batch))
     _, k_cache, v_cache, table, lens, _, rows = batch.oracle_arrays()
     want_k, want_v = reference.gather_kv(k_cache, v_cache, table, lens, rows)
     assert (k.dtype, v.dtype) == (dtype, dtype)
@@ -30,20 +30,20 @@ def test_gather_kv_matches_oracle_when_lengths_are_ragged(make_batch, dtype, lay
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_kv_converts_when_out_is_of_another_type(make_batch, dtype):
+def test_gather_kv_converts_when_out_is_of_another_type(operations, make_batch, dtype):
     batch = make_batch(SEQUENCES, dtype=torch.float32)
     out = torch.empty(2, 149, 2, 64, dtype=dtype)
-    k, v = gather_kv(*arrays(batch), out=out)
-    want_k, want_v = gather_kv(*arrays(batch))
+    k, v = operations.gather_kv(*arrays(batch), out=out)
+    want_k, want_v = operations.gather_kv(*arrays(batch))
     assert torch.equal(k, want_k.to(dtype))
     assert torch.equal(v, want_v.to(dtype))
 
 
-def test_gather_kv_writes_where_it_is_told_when_outputs_are_interleaved(make_batch):
+def test_gather_kv_writes_where_it_is_told_when_outputs_are_interleaved(operations, make_batch):
     batch = make_batch([(5, 0)], block_size=2)
     out = torch.full((5, 2, 2, 64), torch.nan)
-    gather_kv(*arrays(batch), out=out.unbind(1))
-    assert torch.equal(out, torch.stack(gather_kv(*arrays(batch)), dim=1))
+    operations.gather_kv(*arrays(batch), out=out.unbind(1))
+    assert torch.equal(out, torch.stack(operations.gather_kv(*arrays(batch)), dim=1))
 
 
 def test_gather_kv_returns_numpy_when_caches_are_numpy(make_batch):
@@ -54,25 +54,25 @@ def test_gather_kv_returns_numpy_when_caches_are_numpy(make_batch):
     np.testing.assert_array_equal(v, want_v.numpy())
 
 
-def test_gather_kv_takes_row_s_when_rows_are_not_given(make_batch):
+def test_gather_kv_takes_row_s_when_rows_are_not_given(operations, make_batch):
     batch = make_batch(SEQUENCES)
     table = batch.block_table[batch.rows.long()]
-    k, _ = gather_kv(batch.k_cache, batch.v_cache, table, batch.seq_lens)
-    assert torch.equal(k, gather_kv(*arrays(batch))[0])
+    k, _ = operations.gather_kv(batch.k_cache, batch.v_cache, table, batch.seq_lens)
+    assert torch.equal(k, operations.gather_kv(*arrays(batch))[0])
 
 
-def test_gather_kv_returns_nothing_when_there_are_no_sequences(make_batch):
-    k, v = gather_kv(*arrays(make_batch([])))
+def test_gather_kv_returns_nothing_when_there_are_no_sequences(operations, make_batch):
+    k, v = operations.gather_kv(*arrays(make_batch([])))
     assert k.shape == v.shape == (0, 2, 64)
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_scales", [None, 1, 2])
-def test_gather_kv_makes_numbers_of_fp8(make_batch, dtype, out_dtype, num_scales):
+def test_gather_kv_makes_numbers_of_fp8(operations, make_batch, dtype, out_dtype, num_scales):
     batch = make_batch(SEQUENCES, dtype=dtype, q_dtype=torch.float32, head_dim=24)
     scales = {} if num_scales is None else {"k_scale": torch.rand(num_scales), "v_scale": torch.rand(num_scales)}
-    k, v = gather_kv(*arrays(batch), **scales, out=torch.empty(2, 149, 2, 24, dtype=out_dtype))
+    k, v = operations.gather_kv(*arrays(batch), **scales, out=torch.empty(2, 149, 2, 24, dtype=out_dtype))
     _, k_cache, v_cache, table, lens, _, rows = batch.oracle_arrays()
     scales = {name: scale.double().numpy() for name, scale in scales.items()}
     want_k, want_v = reference.gather_kv(k_cache, v_cache, table, lens, rows, **scales)

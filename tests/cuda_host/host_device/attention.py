@@ -5,11 +5,9 @@ import math
 import numpy as np
 import torch
 
-from host_device.cache_operations import layout
+from host_device.cache_operations import TYPES, layout
 from host_device.plans import make_trees, make_work
 from pagedkv.kernels import variants
-
-NUMBER_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def paged_attention(
@@ -92,8 +90,8 @@ def paged_attention(
         "block_size": block_size,
         "k_scale_stride": int(k_scale is not None and len(k_scale) > 1),
         "v_scale_stride": int(v_scale is not None and len(v_scale) > 1),
-        "slopes_type": 0 if alibi_slopes is None else NUMBER_TYPES[alibi_slopes.dtype],
-        "sinks_type": 0 if sinks is None else NUMBER_TYPES[sinks.dtype],
+        "slopes_type": 0 if alibi_slopes is None else TYPES[alibi_slopes.dtype],
+        "sinks_type": 0 if sinks is None else TYPES[sinks.dtype],
         "sliding_window": sliding_window or 0,
         "copy_bytes": copy_bytes(k_cache, v_cache),
         "softmax_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -126,3 +124,19 @@ KERNELS = {"paged_decode": variants.paged_decode, "paged_prefill": variants.page
 def rows_of_item(kernel, head_dim):
     """Return the query rows of a work item."""
     return KERNELS[kernel]("float16", "float16", head_dim, features=False).rows
+
+
+def merge_states(device, out_a, lse_a, out_b, lse_b):
+    """Join the results of two attentions of the same queries over different keys."""
+    num_tokens, num_q_heads, head_dim = out_a.shape
+    out, lse = torch.full_like(out_a, math.nan), torch.full_like(lse_a, math.nan)
+    tensors = {"out": out, "lse": lse, "out_a": out_a, "out_b": out_b, "lse_a": lse_a, "lse_b": lse_b}
+    values = {"num_tokens": num_tokens, "num_q_heads": num_q_heads, "head_dim": head_dim}
+    values["type"] = TYPES[out_a.dtype]
+    for prefix, of in (("out", out), ("a", out_a), ("b", out_b)):
+        values |= {f"{prefix}_token_stride": of.stride(0), f"{prefix}_head_stride": of.stride(1)}
+    for prefix, of in (("lse", lse), ("lse_a", lse_a), ("lse_b", lse_b)):
+        values[f"{prefix}_token_stride"] = of.stride(0)
+    shares = num_tokens * num_q_heads * head_dim // 8
+    device.run(variants.merge_states(), "MergeStatesParams", tensors, values, {"out", "lse"}, max(-(-shares // 128), 1))
+    return out, lse

@@ -1,5 +1,7 @@
 """The cache operations of the package, computed by the kernels of `cuda/`."""
 
+import math
+
 import torch
 
 from host_device.device import widest_vector
@@ -14,16 +16,29 @@ def layout(cache):
     return block, head, slot
 
 
-def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
+def row_variant(kernel, *tensors):
+    """Return the variant that moves rows of head_dim elements: as they are where all tensors have one type."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return variants.copying(kernel, widest_vector(*tensors))
+    elements = math.gcd(*(size for tensor in tensors for size in (*tensor.stride()[:-1], tensor.shape[-1])))
+    aligned = all(tensor.data_ptr() % min(16, 8 * tensor.element_size()) == 0 for tensor in tensors)
+    return variants.converting(kernel, 8 if elements % 8 == 0 and aligned else 1)
+
+
+def scales_of(k_scale, v_scale):
+    """Return the strides of scales: 0 where one serves all heads."""
+    strides = [int(scale is not None and len(scale) > 1) for scale in (k_scale, v_scale)]
+    return dict(zip(("k_scale_stride", "v_scale_stride"), strides, strict=True))
+
+
+def append_kv(device, k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None):
     """Write keys and values of new tokens into their slots."""
     num_tokens, num_kv_heads, head_dim = k.shape
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
-    tensors |= {"k_scale": None, "v_scale": None}
-    width = widest_vector(k_cache, v_cache, k, v)
     device.run(
-        variants.copying("append_kv", width),
+        row_variant("append_kv", k_cache, v_cache, k, v),
         "AppendKVParams",
-        tensors,
+        tensors | {"k_scale": k_scale, "v_scale": v_scale},
         {
             "num_tokens": num_tokens,
             "num_kv_heads": num_kv_heads,
@@ -31,8 +46,7 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
             "block_size": k_cache.shape[2],
             "cache_type": TYPES[k_cache.dtype],
             "input_type": TYPES[k.dtype],
-            "k_scale_stride": 0,
-            "v_scale_stride": 0,
+            **scales_of(k_scale, v_scale),
             "k_layout": layout(k_cache),
             "v_layout": layout(v_cache),
             "key_token_stride": k.stride(0),
@@ -43,6 +57,43 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping):
         writable={"k_cache", "v_cache"},
         grid=max(num_tokens, 1),
     )
+
+
+def gather_kv(device, k_cache, v_cache, block_table, seq_lens, rows=None, *, k_scale=None, v_scale=None, out=None):
+    """Collect the keys and values of whole sequences."""
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), seq_lens.cumsum(0, dtype=torch.int32)])
+    num_tokens = int(starts[-1])
+    if out is None:
+        out = [torch.empty(num_tokens, num_kv_heads, head_dim, dtype=k_cache.dtype) for _ in range(2)]
+    k_out, v_out = out
+    tensors = {"k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    device.run(
+        row_variant("gather_kv", k_out, v_out, k_cache, v_cache),
+        "GatherKVParams",
+        tensors | {"token_starts": starts, "rows": rows, "k_scale": k_scale, "v_scale": v_scale},
+        {
+            "num_tokens": num_tokens,
+            "num_seqs": len(seq_lens),
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "block_size": block_size,
+            "out_type": TYPES[k_out.dtype],
+            "cache_type": TYPES[k_cache.dtype],
+            **scales_of(k_scale, v_scale),
+            "unused": 0,
+            "k_layout": layout(k_cache),
+            "v_layout": layout(v_cache),
+            "k_token_stride": k_out.stride(0),
+            "k_head_stride": k_out.stride(1),
+            "v_token_stride": v_out.stride(0),
+            "v_head_stride": v_out.stride(1),
+            "table_row_stride": block_table.stride(0),
+        },
+        writable={"k_out", "v_out"},
+        grid=max(num_tokens, 1),
+    )
+    return k_out, v_out
 
 
 def copy_blocks(device, pool, pairs):
