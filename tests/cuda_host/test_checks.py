@@ -77,7 +77,7 @@ def run(probe):
 
 
 def test_every_case_of_the_probe_is_tested():
-    assert {*RIGHT, *WRONG, "kTwoBlocks", "kNumCases"} == set(CASES)
+    assert {*RIGHT, *WRONG, "kTwoBlocks", "kBeyondLocalPointer", "kNumCases"} == set(CASES)
 
 
 @pytest.mark.parametrize("schedule", ["uniform", "warp-priority"])

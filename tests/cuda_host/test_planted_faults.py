@@ -50,7 +50,6 @@ IN_DECODE = {
     "mask one short": ("rule.position + 1)};", "rule.position)};"),
     "rows not rescaled": ("out[n][e] *= factor[e / 2];", "out[n][e] *= 1.f;"),
     "sums not rescaled": ("      rows.sum[half] *= factor[half];\n", ""),
-    "window too wide": ("keys.first = rule.position + 1 - p", "keys.first = rule.position - p"),
     "bias off by one": ("position - rules[half].position", "position + 1 - rules[half].position"),
     "logarithm of base 2": ("(row.base + log2_approx(row.sum)) * kLn2", "row.base + log2_approx(row.sum)"),
     "output of another head": ("kv_head * p.group + of_sequence", "of_sequence"),
@@ -80,6 +79,7 @@ IN_PREFILL = {
     ),
     "mask off by one": ("bool sees = key < keys.end;", "bool sees = key <= keys.end;"),
     "mask one short": ("rule.position + 1)};", "rule.position)};"),
+    "window too wide": ("keys.first = rule.position + 1 - p", "keys.first = rule.position - p"),
 }
 IN_MERGE = {
     "piece left out": (
@@ -90,7 +90,9 @@ IN_MERGE = {
 }
 
 # What these break shows with such options only.
+FP8 = {"dtype": torch.float8_e4m3fn, "q_dtype": torch.bfloat16}
 OPTIONS = {
+    "no barrier: queries staged": FP8,  # of others nothing is read before the next barrier
     "rows not rescaled": {"softmax_scale": 2.0},
     "sums not rescaled": {"softmax_scale": 2.0},
     "window too wide": {"sliding_window": 3},
@@ -100,9 +102,9 @@ OPTIONS = {
 }
 
 
-def find(kernel, fault, sequences, schedule, *, edited=None, piece=None, **options):
+def find(kernel, fault, sequences, schedule, *, edited=None, piece=None, dtype=torch.float16, q_dtype=None, **options):
     """Return what is found wrong, or None; the fault is planted in the kernel, or in the `edited` one."""
-    batch = make_tight_batch(sequences, num_kv_heads=2)
+    batch = make_tight_batch(sequences, num_kv_heads=2, dtype=dtype, q_dtype=q_dtype)
     device = HostDevice(schedule=schedule, edits={edited or kernel: (fault,)} if fault else {})
     attend = functools.partial(attention.paged_attention, device, kernel=kernel, piece=piece)
     try:

@@ -14,7 +14,7 @@ enum Case {
   kSharedMisaligned, kNoWait, kWeakWait, kNoCommit, kNoBarrierBehindWait, kCopyLeftBehind,
   kDivergentShuffle, kDivergentShuffleOnTwoLines, kShuffleOutside, kDivergentBarrier, kBarrierAfterExit, kGlobalBeyond,
   kGlobalMisaligned, kWriteOfInput, kTwoWriters, kTwoBlocks, kReadOfWritten, kConstantReadOfWritten, kOverflow,
-  kBeyondLocalArray, kNumCases,
+  kBeyondLocalArray, kBeyondLocalPointer, kNumCases,
 };
 
 constexpr smem_t kHalf = 256;  // of shared memory: a float per thread
@@ -94,6 +94,9 @@ PKV_DEV float warp_case(const Thread& t) {
   }
 }
 
+// What UBSan does not see: the array's size is not known here.
+PKV_DEV __attribute__((noinline)) float element(const float* numbers, i32 index) { return numbers[index]; }
+
 PKV_DEV float global_case(const Thread& t) {
   const i32 large = 2147483647;
   float local[4] = {0.f, 1.f, 2.f, 3.f};
@@ -112,6 +115,7 @@ PKV_DEV float global_case(const Thread& t) {
       return load_as<float>(G<const u8>{t.out.address});
     case kOverflow: return static_cast<float>(large + t.id);
     case kBeyondLocalArray: return local[t.id % 8];
+    case kBeyondLocalPointer: return element(local, t.id % 8);
     default: break;
   }
   return t.own;
