@@ -77,11 +77,3 @@ def test_kernel_fault_02_blocks_and_tokens_move_right_when_strides_pass_32_bits(
     getattr(cache_operations, operation)(HostDevice(), near, what)
     getattr(cache_operations, operation)(HostDevice(memory=memory), far, what)
     assert torch.equal(far, near)
-
-
-def test_kernel_fault_09_more_than_65_535_tokens_are_written():
-    cache = torch.zeros(2, 4200, 1, 16, 8, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 66_000, 1, 8).bfloat16()
-    cache_operations.append_kv(HostDevice(), k, v, *cache, torch.arange(66_000))
-    assert torch.equal(cache[0].flatten(0, 2)[:66_000], k[:, 0])
-    assert torch.equal(cache[1].flatten(0, 2)[:66_000], v[:, 0])

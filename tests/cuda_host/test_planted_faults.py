@@ -52,6 +52,7 @@ IN_DECODE = {
     "sums not rescaled": ("      rows.sum[half] *= factor[half];\n", ""),
     "bias off by one": ("position - rules[half].position", "position + 1 - rules[half].position"),
     "logarithm of base 2": ("(row.base + log2_approx(row.sum)) * kLn2", "row.base + log2_approx(row.sum)"),
+    "items behind the list": ("  if (index >= load_as<i32>(p.work)) return false;\n", ""),
     "output of another head": ("kv_head * p.group + of_sequence", "of_sequence"),
 }
 
@@ -86,6 +87,7 @@ IN_MERGE = {
         "    for (i32 piece = 0; piece < item.num_pieces; piece++) {\n      const i64 index",
         "    for (i32 piece = 1; piece < item.num_pieces; piece++) {\n      const i64 index",
     ),
+    "items behind the list": ("  if (index >= load_as<i32>(p.merges)) return false;\n", ""),
     "pieces not weighted": ("const float weight = exp2_approx(lse - total.base);", "const float weight = 1.f;"),
 }
 
@@ -98,6 +100,7 @@ OPTIONS = {
     "window too wide": {"sliding_window": 3},
     "bias off by one": {"alibi_slopes": torch.full((8,), 0.5)},
     "piece left out": {"piece": 48},
+    "items behind the list": {"piece": 48},
     "pieces not weighted": {"piece": 48},
 }
 

@@ -34,8 +34,12 @@ def paged_attention(
     kernel="paged_decode",
     piece=None,
     all_features=None,
+    spare_items=1,
 ):
-    """Compute attention of a batch by one kernel, its keys cut into pieces of `piece` where that is given."""
+    """Compute attention of a batch by one kernel, its keys cut into pieces of `piece` where that is given.
+
+    The launch has blocks for `spare_items` more than there are, as a graph has that was captured for a larger batch.
+    """
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     group = num_q_heads // num_kv_heads
@@ -52,6 +56,7 @@ def paged_attention(
         piece=piece,
         trees=trees,
         window=sliding_window,
+        spare_items=spare_items,
     )
     out = torch.full_like(q, math.nan) if out is None else out
     lse = torch.full((num_tokens, num_q_heads), math.nan)
@@ -97,12 +102,13 @@ def paged_attention(
         "softmax_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
         "soft_cap": soft_cap or 0.0,
     }
-    # One item more than there are, as in a graph that was captured for a larger batch.
     writable = {"out", "lse", "partial_out", "partial_lse"}
-    device.run(variant, "AttentionParams", tensors, values, writable, (work.num_items + 1) * num_kv_heads)
+    device.run(variant, "AttentionParams", tensors, values, writable, (work.num_items + spare_items) * num_kv_heads)
     if work.num_merges:
         variant = variants.merge_partials(name(q.dtype))
-        device.run(variant, "AttentionParams", tensors, values, {"out", "lse"}, (work.num_merges + 1) * num_kv_heads)
+        device.run(
+            variant, "AttentionParams", tensors, values, {"out", "lse"}, (work.num_merges + spare_items) * num_kv_heads
+        )
     return (out, lse) if return_lse else out
 
 

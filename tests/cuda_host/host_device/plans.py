@@ -20,8 +20,11 @@ class WorkList:
     num_partial_rows: int
 
 
-def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=None):
-    """Cut a batch into items of at most `max_rows` query rows, and of keys up to multiples of `piece`."""
+def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=None, spare_items=1):
+    """Cut a batch into items of at most `max_rows` query rows, and of keys up to multiples of `piece`.
+
+    Behind the items lie `spare_items` of poison, as in lists with room for a larger batch.
+    """
     seq_lens, query_start_loc, rows = (array.tolist() for array in batch_arrays)
     items, merges, partial_row = [], [], 0
     for s, (length, row) in enumerate(zip(seq_lens, rows, strict=True)):
@@ -47,12 +50,17 @@ def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=N
                 items.append(
                     (row, first_token, first_row, num_rows, first_key, end_key, context_len, at, *mask, num_queries)
                 )
-    return WorkList(_list(items, ITEM_WORDS), len(items), _list(merges, MERGE_WORDS), len(merges), partial_row)
+    return WorkList(
+        _list(items, ITEM_WORDS, spare_items),
+        len(items),
+        _list(merges, MERGE_WORDS, spare_items),
+        len(merges),
+        partial_row,
+    )
 
 
-def _list(items, item_words):
-    """Return a list with room for one item more, as in a graph that was captured for a larger batch."""
-    words = np.full(HEADER_WORDS + (len(items) + 1) * item_words, POISON, np.int32)
+def _list(items, item_words, spare_items):
+    words = np.full(HEADER_WORDS + (len(items) + spare_items) * item_words, POISON, np.int32)
     words[:HEADER_WORDS] = len(items), 0, 0, 0
     words[HEADER_WORDS : HEADER_WORDS + len(items) * item_words] = np.array(items, np.int32).reshape(-1)
     return words
