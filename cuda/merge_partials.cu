@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge_partials(PKV_PARAM 
   for (i32 i = threadIdx.x; i < item.num_rows * row_pairs; i += kThreads) {
     const i32 row = i / row_pairs, dim = (i - row * row_pairs) * 2;
     const i64 first = partial_index(p, item, kv_head, row);
-    const i64 piece_stride = static_cast<i64>(item.num_rows) * p.num_kv_heads;
+    const i64 piece_stride = static_cast<i64>(item.piece_rows) * p.num_kv_heads;
     RowTotal total = {minus_infinity(), 0.f};
     for (i32 piece = 0; piece < item.num_pieces; piece++) {
       total.base = maximum(total.base, load(read_only(p.partial_lse) + (first + piece * piece_stride)) * kLog2E);

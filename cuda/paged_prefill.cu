@@ -6,7 +6,7 @@
 //   rows         queries times query heads of the KV head: all of them share each key and value that is read
 //
 // Variants: PKV_HEAD_DIM, PKV_Q, PKV_KV and PKV_FEATURES as for paged_decode; PKV_ROW_TILES, 16-row tiles of a warp;
-// PKV_KEYS, keys of a tile.
+// PKV_KEYS, keys of a tile, and PKV_STEP_KEYS, those that are computed at a time: as many as registers have room for.
 //
 // As in FlashAttention-2 a warp has rows of its own and goes through all keys: the products of queries and keys, their
 // softmax and the results stay in registers, and a tile of weights is an operand as it stands. With two row tiles a
@@ -27,7 +27,8 @@ constexpr i32 kRowTiles = PKV_ROW_TILES;
 constexpr i32 kWarpRows = kRowTiles * 16;
 constexpr i32 kRows = kWarps * kWarpRows;
 constexpr i32 kKeys = PKV_KEYS;
-constexpr i32 kKeyTiles = kKeys / 16;
+constexpr i32 kStepKeys = PKV_STEP_KEYS;  // whose scores are in registers at a time
+constexpr i32 kKeyTiles = kStepKeys / 16;
 constexpr i32 kOutTiles = kHeadDim / 8;
 
 using KeyTile = Tile<KV, kHeadDim>;
@@ -94,9 +95,9 @@ PKV_DEV WarpKeys keys_of_warp(const AttentionParams& p, const WorkItem& item, i3
   return {first.first, last.end, last.first, first.end};
 }
 
-// Folds a tile that has arrived into a warp's results.
+// Folds kStepKeys keys, from row key_row of a tile on, into a warp's results.
 PKV_DEV void attend(const AttentionParams& p, const WorkItem& item, const RowRule (&rules)[kRowTiles][2], smem_t k_tile,
-                    i32 first_key, bool is_masked, i32 first_row, i32 lane, RowPair (&rows)[kRowTiles],
+                    i32 key_row, i32 first_key, bool is_masked, i32 first_row, i32 lane, RowPair (&rows)[kRowTiles],
                     float (&out)[kRowTiles][kOutTiles][4]) {
   float scores[kRowTiles][kKeyTiles * 2][4] = {};
   const auto query = [&](u32(&a)[4], i32 m, i32 step) {
@@ -104,7 +105,7 @@ PKV_DEV void attend(const AttentionParams& p, const WorkItem& item, const RowRul
   };
 #pragma unroll
   for (i32 pair = 0; pair < KeyTile::kRowChunks / 2; pair++) {
-    add_scores<KV, kHeadDim, kRowTiles, kKeyTiles>(scores, k_tile, 0, pair, lane, query);
+    add_scores<KV, kHeadDim, kRowTiles, kKeyTiles>(scores, k_tile, key_row, pair, lane, query);
   }
 #pragma unroll
   for (i32 m = 0; m < kRowTiles; m++) {
@@ -118,7 +119,7 @@ PKV_DEV void attend(const AttentionParams& p, const WorkItem& item, const RowRul
     for (i32 m = 0; m < kRowTiles; m++) weight_fragment<Math>(weights[m], scores[m][t * 2], scores[m][t * 2 + 1]);
 #pragma unroll
     for (i32 pair = 0; pair < KeyTile::kRowChunks / 2; pair++) {
-      add_values<KV, kHeadDim, kRowTiles>(out, weights, k_tile + Shared::kTile, t * 16, pair, lane);
+      add_values<KV, kHeadDim, kRowTiles>(out, weights, k_tile + Shared::kTile, key_row + t * 16, pair, lane);
     }
   }
 }
@@ -202,11 +203,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) paged_prefill(PKV_PARA
     const i32 first_key = item.first_key + tile * kKeys;
     if (first_key >= seen.end || first_key + kKeys <= seen.first) continue;
     const smem_t k_tile = tile % 2 * Shared::kStage;
-    const bool is_masked = first_key < seen.first_of_all || first_key + kKeys > seen.end_of_all;
-    attend(p, item, rules, k_tile, first_key, is_masked, first_row, lane, rows, out);
+#pragma unroll 1
+    for (i32 row = 0; row < kKeys; row += kStepKeys) {
+      const i32 key = first_key + row;
+      const bool is_masked = key < seen.first_of_all || key + kStepKeys > seen.end_of_all;
+      attend(p, item, rules, k_tile, row, key, is_masked, first_row, lane, rows, out);
+    }
   }
   copy_async_wait<0>();
 
+  item = item_again(p);
+  kv_head = static_cast<i32>(blockIdx.x % p.num_kv_heads);
   const float v_scale = scale_of(p.v_scale, p.v_scale_stride, kv_head) * Stored<KV>::kFactor;
   sync_warp();  // the warp needs its queries no more
 #pragma unroll

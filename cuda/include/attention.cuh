@@ -27,13 +27,13 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) == kWorkItemWords * 4, "the planner packs the same words");
 
-// Rows whose keys were cut: those of piece i are num_rows rows of the workspace from partial_row + i * num_rows on. A list
-// of merges has a header like that of a work list.
+// Rows whose keys were cut: those of piece i are num_rows rows of the workspace from partial_row + i * piece_rows on. A
+// list of merges has a header like that of a work list.
 constexpr i32 kMergeItemWords = 8;
 struct MergeItem {
   i32 first_token, first_row, num_rows;  // as of a WorkItem
-  i32 partial_row, num_pieces;
-  i32 unused[3];
+  i32 partial_row, num_pieces, piece_rows;
+  i32 unused[2];
 };
 static_assert(sizeof(MergeItem) == kMergeItemWords * 4, "the planner packs the same words");
 
@@ -62,16 +62,29 @@ struct AttentionParams {
 };
 static_assert(sizeof(AttentionParams) == 272, "the launcher packs the same bytes");
 
+PKV_DEV WorkItem item_of(u32x4 a, u32x4 b, u32x4 c) {
+  return {static_cast<i32>(a.x), static_cast<i32>(a.y), static_cast<i32>(a.z), static_cast<i32>(a.w),
+          static_cast<i32>(b.x), static_cast<i32>(b.y), static_cast<i32>(b.z), static_cast<i32>(b.w),
+          static_cast<i32>(c.x), static_cast<i32>(c.y), static_cast<i32>(c.z), static_cast<i32>(c.w)};
+}
+
+PKV_DEV G<const u8> words_of_item(const AttentionParams& p, i32 index) {
+  return p.work + (kWorkHeaderWords + static_cast<i64>(index) * kWorkItemWords) * 4;
+}
+
+// The item of this thread block once more, for what is seldom used: in a loop it would take registers all the time.
+PKV_DEV WorkItem item_again(const AttentionParams& p) {
+  const G<const u8> words = words_of_item(p, blockIdx.x / p.num_kv_heads);
+  return item_of(load_again_as<u32x4>(words), load_again_as<u32x4>(words + 16), load_again_as<u32x4>(words + 32));
+}
+
 // The item and KV head of this thread block; false where there is none.
 PKV_DEV bool find_work(const AttentionParams& p, WorkItem& item, i32& kv_head) {
   const i32 index = blockIdx.x / p.num_kv_heads;
   kv_head = static_cast<i32>(blockIdx.x) - index * p.num_kv_heads;
   if (index >= load_as<i32>(p.work)) return false;
-  const G<const u8> words = p.work + (kWorkHeaderWords + static_cast<i64>(index) * kWorkItemWords) * 4;
-  const u32x4 a = load_as<u32x4>(words), b = load_as<u32x4>(words + 16), c = load_as<u32x4>(words + 32);
-  item = {static_cast<i32>(a.x), static_cast<i32>(a.y), static_cast<i32>(a.z), static_cast<i32>(a.w),
-          static_cast<i32>(b.x), static_cast<i32>(b.y), static_cast<i32>(b.z), static_cast<i32>(b.w),
-          static_cast<i32>(c.x), static_cast<i32>(c.y), static_cast<i32>(c.z), static_cast<i32>(c.w)};
+  const G<const u8> words = words_of_item(p, index);
+  item = item_of(load_as<u32x4>(words), load_as<u32x4>(words + 16), load_as<u32x4>(words + 32));
   return true;
 }
 
@@ -82,7 +95,7 @@ PKV_DEV bool find_merge(const AttentionParams& p, MergeItem& item, i32& kv_head)
   const G<const u8> words = p.merges + (kWorkHeaderWords + static_cast<i64>(index) * kMergeItemWords) * 4;
   const u32x4 a = load_as<u32x4>(words);
   item = {static_cast<i32>(a.x), static_cast<i32>(a.y), static_cast<i32>(a.z), static_cast<i32>(a.w),
-          load_as<i32>(words + 16), {}};
+          load_as<i32>(words + 16), load_as<i32>(words + 20), {}};
   return true;
 }
 

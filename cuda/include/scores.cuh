@@ -16,9 +16,10 @@ struct RowRule {
 
 template <bool kAllFeatures>
 PKV_DEV RowRule row_rule(const AttentionParams& p, const WorkItem& item, i32 kv_head, i32 row, float scale) {
-  if (row >= item.num_rows) return {kNowhere, 0.f, 0.f};
+  RowRule rule = {kNowhere, scale, 0.f};  // one scale for all rows, as a rule: then it is in one register
+  if (row >= item.num_rows) return rule;
   const QueryRow at = query_row(p, item, kv_head, row);
-  RowRule rule = {item.context_len + at.query, scale, 0.f};
+  rule.position = item.context_len + at.query;
   if constexpr (kAllFeatures) {
     if (item.mask_start >= 0) rule.position = item.context_len + load(p.tree_depths + (item.depth_start + at.query));
     if (p.alibi_slopes) rule.slope = number_of(p.alibi_slopes, p.slopes_type, at.q_head) * kLog2E;
@@ -88,7 +89,7 @@ PKV_DEV void add_slopes(const AttentionParams& p, const WorkItem& item, const Ro
       const i32 key = lane_key + n * 8 + e, query_of_key = key - item.context_len;
       i32 position = key;
       if (has_tree_keys && query_of_key >= 0 && key < item.end_key) {
-        position = item.context_len + load(p.tree_depths + (item.depth_start + query_of_key));
+        position = item.context_len + load(p.tree_depths + (item_again(p).depth_start + query_of_key));
       }
 #pragma unroll
       for (i32 half = 0; half < 2; half++) {
@@ -123,9 +124,10 @@ PKV_DEV void make_scores(const AttentionParams& p, const WorkItem& item, const R
     }
     add_slopes(p, item, rules, scores, lane_key, has_tree_keys && p.alibi_slopes);
     if (has_tree_keys) {
+      const WorkItem whole = item_again(p);
 #pragma unroll
       for (i32 half = 0; half < 2; half++) {
-        seen[half] = seen_bits<kTiles>(p, item, rules[half], first_row + half * 8 + lane / 4, lane_key);
+        seen[half] = seen_bits<kTiles>(p, whole, rules[half], first_row + half * 8 + lane / 4, lane_key);
       }
     }
   }

@@ -910,6 +910,24 @@ def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *, num_threads: int | None = None
 ) -> None: ...
 def instruction_sets() -> list[str]: ...
+def device_work(
+    num_kv_heads: int,
+    group: int,
+    seq_lens: Any,
+    query_start_loc: Any,
+    num_tokens: int,
+    table: tuple[int, int],
+    *,
+    rows: Any = None,
+    sliding_window: int | None = None,
+    tree_mask: Any = None,
+    tree_mask_start_loc: Any = None,
+    few_rows: int,
+    many_rows: int,
+    num_workers: int,
+    min_keys: int = 256,
+    fixed_keys: int | None = None,
+) -> tuple[_Int32Array, _Int32Array, _Int32Array, _Int32Array, _Int32Array, int]: ...
 
 @final
 class AttentionPlan:

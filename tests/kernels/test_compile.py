@@ -71,7 +71,7 @@ def expected_instructions(variant):
     """
     macros = variant.macros
     head_dim, chunks = macros["PKV_HEAD_DIM"], macros["PKV_HEAD_DIM"] * (1 if macros["PKV_KV"][0] == "E" else 2) // 16
-    rows, keys = (1, 16) if variant.kernel == "paged_decode" else (macros["PKV_ROW_TILES"], macros["PKV_KEYS"])
+    rows, keys = (1, 16) if variant.kernel == "paged_decode" else (macros["PKV_ROW_TILES"], macros["PKV_STEP_KEYS"])
     products = 2 * rows * (head_dim // 16) * (keys // 8)  # of queries and keys, and of weights and values
     fragments = rows * (head_dim // 16) + 2 * (keys // 16) * (chunks // 2)  # of queries; of keys and values
     barriers = 3 if variant.kernel == "paged_prefill" or head_dim == 256 else 4

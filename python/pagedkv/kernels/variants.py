@@ -72,14 +72,15 @@ _DECODE = {
 class _PrefillShape:
     row_tiles: int
     keys: int
+    step_keys: int
 
 
 # Results of two row tiles take as many registers at 128 elements as those of one at 256.
 _PREFILL = {
-    64: _PrefillShape(row_tiles=2, keys=64),
-    128: _PrefillShape(row_tiles=2, keys=32),
-    192: _PrefillShape(row_tiles=1, keys=32),
-    256: _PrefillShape(row_tiles=1, keys=32),
+    64: _PrefillShape(row_tiles=2, keys=64, step_keys=32),
+    128: _PrefillShape(row_tiles=2, keys=32, step_keys=16),
+    192: _PrefillShape(row_tiles=1, keys=32, step_keys=32),
+    256: _PrefillShape(row_tiles=1, keys=32, step_keys=16),
 }
 
 
@@ -121,6 +122,7 @@ def paged_prefill(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool)
     macros = _attention_macros(q_dtype, kv_dtype, padded, features) | {
         "PKV_ROW_TILES": shape.row_tiles,
         "PKV_KEYS": shape.keys,
+        "PKV_STEP_KEYS": shape.step_keys,
         "PKV_SHARED_BYTES": shared_bytes,
     }
     return _variant("paged_prefill", macros, 128, 255, shared_bytes, rows)

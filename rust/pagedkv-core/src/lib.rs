@@ -46,6 +46,7 @@ pub mod block_pool;
 mod cache_layout;
 pub mod chain_hash;
 pub mod config;
+pub mod device_work;
 mod error;
 pub mod events;
 mod eviction;

@@ -12,6 +12,7 @@ mod chain_hash;
 mod config;
 mod cpu_attention;
 mod cpu_ops;
+mod device_work;
 mod dlpack;
 mod errors;
 mod events;
@@ -53,6 +54,8 @@ mod _core {
         append_kv, copy_blocks, default_num_threads, gather_kv, move_kv, num_gathered_tokens, swap_blocks,
         update_block_table,
     };
+    #[pymodule_export]
+    use crate::device_work::device_work;
     #[pymodule_export]
     use crate::dlpack::{Tensor, from_dlpack};
     #[pymodule_export]

@@ -42,7 +42,7 @@ def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=N
             borders = [start, *inner, end]
             pieces = list(itertools.pairwise(borders))
             if len(pieces) > 1:
-                merges.append((first_token, first_row, num_rows, partial_row, len(pieces), 0, 0, 0))
+                merges.append((first_token, first_row, num_rows, partial_row, len(pieces), num_rows, 0, 0))
             for first_key, end_key in pieces:
                 at = -1 if len(pieces) == 1 else partial_row
                 partial_row += num_rows if len(pieces) > 1 else 0

@@ -87,6 +87,12 @@ T load_as(G<const u8> from, PKV_SITE) {
 }
 
 template <class T>
+T load_again_as(G<const u8> from, PKV_SITE) {
+  pkv_host::check_global(from.address, sizeof(T), pkv_host::Access::kReadConstant, site);
+  return *reinterpret_cast<const T*>(from.address);
+}
+
+template <class T>
 T load(G<const T> from, PKV_SITE) {
   pkv_host::check_global(from.address, sizeof(T), pkv_host::Access::kReadConstant, site);
   return *from.address;
