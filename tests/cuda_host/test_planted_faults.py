@@ -72,7 +72,7 @@ IN_PREFILL = {
     "wrong block id": ("const Place place = {block, key", "const Place place = {block + 1, key"),
     "places where those in use are": ("(tile % 2 * kKeys + threadIdx.x) * 16", "threadIdx.x * 16"),
     "tile skipped that some rows see": ("first_key >= seen.end ||", "first_key + kKeys >= seen.end ||"),
-    "not masked where it must be": ("first_key + kKeys > seen.end_of_all", "first_key > seen.end_of_all"),
+    "not masked where it must be": ("key + kStepKeys > seen.end_of_all", "key > seen.end_of_all"),
     "rows stored that are not there": ("row >= item.num_rows || chunk * 8", "chunk * 8"),
     "shuffle of some lanes": (
         "quad_sum(rows[m].sum[half])}",
