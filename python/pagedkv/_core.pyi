@@ -21,6 +21,7 @@ __all__ = [
     "CacheConfig",
     "ComputedBlocks",
     "ComputedBlocksBatch",
+    "CostModel",
     "Explanation",
     "FinishedRequest",
     "GroupSpec",
@@ -40,12 +41,14 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerStats",
+    "Simulation",
     "StateError",
     "StepPlan",
     "StepResult",
     "Tensor",
     "UnknownIdError",
     "UnsupportedError",
+    "Workload",
     "append_kv",
     "chain_hashes",
     "choose_layer_slots",
@@ -60,6 +63,7 @@ __all__ = [
     "paged_attention",
     "read_lengths",
     "replay_saturated",
+    "simulate",
     "swap_blocks",
     "update_block_table",
 ]
@@ -67,6 +71,7 @@ __all__ = [
 _Int8Array: TypeAlias = NDArray[np.int8]
 _Int32Array: TypeAlias = NDArray[np.int32]
 _Int64Array: TypeAlias = NDArray[np.int64]
+_Float64Array: TypeAlias = NDArray[np.float64]
 _IdsLike: TypeAlias = _Int32Array | _Int64Array | Sequence[int] | Any
 _ImageSpans: TypeAlias = Sequence[tuple[int, int, bytes]]
 _Salt: TypeAlias = str | bytes
@@ -696,6 +701,138 @@ def read_lengths(path: str | os.PathLike[str]) -> tuple[_Int32Array, _Int32Array
 def replay_saturated(
     prompt_tokens: _IdsLike, output_tokens: _IdsLike, cache_config: CacheConfig, scheduler_config: SchedulerConfig
 ) -> SaturatedReplay: ...
+
+@final
+class Workload:
+    @classmethod
+    def sharegpt(cls, num_requests: int, rate: float, seed: int = 0) -> Workload: ...
+    @classmethod
+    def alpaca(cls, num_requests: int, rate: float, seed: int = 0, sigma: float = 0.85) -> Workload: ...
+    @classmethod
+    def translation(cls, num_requests: int, rate: float, seed: int = 0) -> Workload: ...
+    @classmethod
+    def chat(
+        cls,
+        num_requests: int,
+        rate: float,
+        seed: int = 0,
+        *,
+        new_conversation: float = 0.5,
+        most_prompt_tokens: int = 1024,
+        most_answer_tokens: int = 1016,
+        most_turns: int = 16,
+    ) -> Workload: ...
+    @classmethod
+    def from_lengths(cls, prompt_tokens: _IdsLike, output_tokens: _IdsLike, arrivals: Sequence[float]) -> Workload: ...
+    @classmethod
+    def read_table(cls, path: str | os.PathLike[str]) -> Workload: ...
+    @classmethod
+    def read_jsonl(cls, path: str | os.PathLike[str]) -> Workload: ...
+    def with_sampling(self, n: int, *, beam: bool = False) -> Workload: ...
+    def with_shared_prefix(self, tokens: int) -> Workload: ...
+    def with_arrivals(self, rate: float | None = None, *, speed: float | None = None, seed: int = 0) -> Workload: ...
+    def with_tenants(self, tenants: _IdsLike, priorities: _IdsLike) -> Workload: ...
+    def shorter_than(self, tokens: int) -> Workload: ...
+    def first(self, num_requests: int) -> Workload: ...
+    def __len__(self) -> int: ...
+    @property
+    def arrivals(self) -> _Float64Array: ...
+    @property
+    def prompt_tokens(self) -> _Int32Array: ...
+    @property
+    def output_tokens(self) -> _Int32Array: ...
+    @property
+    def tenants(self) -> _Int32Array: ...
+    def prompt(self, index: int) -> _Int32Array: ...
+
+@final
+class CostModel:
+    @classmethod
+    def fitted(
+        cls,
+        *,
+        base: float = 23e-3,
+        per_seq: float = 0.33e-3,
+        per_context_token: float = 0.63e-6,
+        per_prompt_token: float = 0.15e-3,
+        per_copied_token: float = 1.26e-6,
+    ) -> CostModel: ...
+    @classmethod
+    def roofline(
+        cls,
+        *,
+        bandwidth: float = 1.555e12,
+        flops: float = 312e12,
+        active_parameters: float = 12.85e9,
+        weight_bytes: float = 25.7e9,
+        kv_token_bytes: float = 819_200.0,
+        attention_width: float = 204_800.0,
+        bandwidth_efficiency: float = 0.8,
+        flops_efficiency: float = 0.5,
+        overhead: float = 2e-3,
+    ) -> CostModel: ...
+    @classmethod
+    def profile(cls, path: str | os.PathLike[str]) -> CostModel: ...
+    def step_seconds(self, num_seqs: int, context_tokens: int, prompt_tokens: int = 0) -> float: ...
+
+@final
+class Simulation:
+    @property
+    def first_token(self) -> _Float64Array: ...
+    @property
+    def finish(self) -> _Float64Array: ...
+    @property
+    def cached_tokens(self) -> _Int32Array: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def swap_seconds(self) -> float: ...
+    @property
+    def prompt_tokens_computed(self) -> int: ...
+    @property
+    def num_recomputed(self) -> int: ...
+    @property
+    def num_swapped(self) -> int: ...
+    @property
+    def num_window_steps(self) -> int: ...
+    @property
+    def mean_requests(self) -> float: ...
+    @property
+    def mean_seqs(self) -> float: ...
+    @property
+    def token_share(self) -> float: ...
+    @property
+    def reserved_share(self) -> float: ...
+    @property
+    def internal_share(self) -> float: ...
+    @property
+    def sharing_ratio(self) -> float: ...
+    @property
+    def block_waste(self) -> float: ...
+    @property
+    def mean_step_seconds(self) -> float: ...
+
+def simulate(
+    workload: Workload,
+    system: str,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    cost_model: CostModel | None = None,
+    *,
+    preemption: str = "by_samples",
+    sharing: bool = True,
+    batch_size: int = 5,
+    beam_turnover: float | None = None,
+    beam_seed: int = 0,
+    swap_bandwidth: float = 25e9,
+    swap_copy_seconds: float = 7e-6,
+    swap_copies_per_block: int = 1,
+    block_bytes: float = 13_107_200.0,
+    until: float = ...,
+    window: tuple[float, float] = ...,
+) -> Simulation: ...
 
 @final
 class Explanation:

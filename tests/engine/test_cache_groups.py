@@ -11,7 +11,7 @@ from pagedkv.config import choose_layer_slots
 from pagedkv.engine.cache_size import choose_num_blocks
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models import AttentionMetadata, TransformersModel
-from pagedkv.models.cache_groups import LayerShape, group_layers
+from pagedkv.planning.layers import LayerShape, group_layers
 
 WINDOW = 32
 BLOCK_SIZE = 4

@@ -28,6 +28,8 @@ COMMANDS = [
     Command("generate", "continue prompts", "pagedkv.cli.generate", "hf"),
     Command("serve", "serve a model over HTTP, as OpenAI does", "pagedkv.cli.serve", "server"),
     Command("top", "watch a server: its blocks, requests and rates", "pagedkv.cli.top", "viz"),
+    Command("simulate", "serving on this scheduler, beside older systems", "pagedkv.simulate.command", "viz"),
+    Command("plan", "what fits into a device's memory", "pagedkv.planning.command", "bench"),
     Command("warmup", "compile the CUDA kernels ahead", "pagedkv.kernels.warmup", "cuda13"),
     Command("doctor", "say what is installed and whether it works", "pagedkv.cli.doctor", "hf"),
 ]

@@ -2,8 +2,9 @@
 
 import logging
 
-from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
+from pagedkv.config import CacheConfig, SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
+from pagedkv.planning.layers import blocks_per_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def choose_num_blocks(
 
     Examples
     --------
+    >>> from pagedkv.config import GroupSpec
     >>> config = CacheConfig(2, 16, groups=[GroupSpec(30, 3, 64)])
     >>> choose_num_blocks(config, SchedulerConfig(max_model_len=2048, max_num_seqs=4))
     513
@@ -51,7 +53,7 @@ def choose_num_blocks(
     if num_blocks is not None and kv_cache_memory_bytes is not None:
         raise InvalidArgumentError("kv_cache_memory_bytes: expected None beside num_blocks, found both")
     block_bytes = cache_config.block_bytes
-    per_sequence = sum(_blocks_per_sequence(group, limits) for group in cache_config.groups)
+    per_sequence = sum(blocks_per_sequence(group, limits) for group in cache_config.groups)
     if kv_cache_memory_bytes is not None:
         num_blocks = int(kv_cache_memory_bytes // block_bytes)
         if num_blocks < 2:
@@ -83,13 +85,3 @@ def _log_size(cache_config: CacheConfig, num_blocks: int, max_model_len: int, co
             ", ".join("none" if window is None else f"{window:,}" for window in windows),
             100 * cache_config.padding,
         )
-
-
-def _blocks_per_sequence(group: GroupSpec, limits: SchedulerConfig) -> int:
-    """Return the most blocks that one sequence holds in a group: in a window group, the window and its last steps."""
-    block_size = group.block_size or 1
-    whole = -(-(limits.max_model_len + limits.lookahead) // block_size)
-    if group.sliding_window is None:
-        return whole
-    in_flight = limits.max_plans_in_flight * limits.max_num_batched_tokens + limits.lookahead
-    return min(whole, -(-(group.sliding_window - 1 + in_flight) // block_size) + 1)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from torch.utils.dlpack import from_dlpack
 
 from pagedkv.exceptions import UnsupportedError
-from pagedkv.models.cache_groups import LayerShape, group_layers
+from pagedkv.planning.layers import LayerShape, group_layers
 from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.metadata import AttentionMetadata
 from pagedkv.models.storage import choose_storage

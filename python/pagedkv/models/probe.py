@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from pagedkv.exceptions import UnsupportedError
-from pagedkv.models.cache_groups import LayerShape
 from pagedkv.models.metadata import AttentionStep
 from pagedkv.models.support import check_layers
+from pagedkv.planning.layers import LayerShape
 
 
 @dataclass

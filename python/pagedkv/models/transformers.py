@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from pagedkv.models.cache_groups import group_layers
 from pagedkv.models.hook import NAME, register_attention
 from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
 from pagedkv.models.probe import probe_layers
 from pagedkv.models.storage import choose_storage
 from pagedkv.models.support import check_model, longest_model_len
+from pagedkv.planning.layers import group_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

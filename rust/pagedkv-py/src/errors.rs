@@ -125,6 +125,11 @@ pub(crate) fn invalid(argument: &str, expected: &str, found: &str) -> PyErr {
     raise(format!("{argument}: expected {expected}, found {found}"), |exceptions| &exceptions.invalid)
 }
 
+/// Something refused in words of its own.
+pub(crate) fn refused(message: &str) -> PyErr {
+    raise(message.to_owned(), |exceptions| &exceptions.invalid)
+}
+
 /// A combination that this version does not have.
 pub(crate) fn unsupported(what: &str) -> PyErr {
     raise(format!("not supported: {what}"), |exceptions| &exceptions.unsupported)

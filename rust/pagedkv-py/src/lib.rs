@@ -79,7 +79,7 @@ mod _core {
     use crate::stats::{Histogram, PrefixCacheStats, RequestStats, RequestTotals, SchedulerStats};
 
     #[pymodule_export]
-    use crate::sim::{SaturatedReplay, read_lengths, replay_saturated};
+    use crate::sim::{CostModel, SaturatedReplay, Simulation, Workload, read_lengths, replay_saturated, simulate};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -3,6 +3,7 @@
 use super::Scheduler;
 use crate::error::{Error, Result, invalid};
 use crate::ids::{BlockId, Handle};
+use crate::kv_cache_manager::Sequence;
 
 /// How far a sample is, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +34,22 @@ impl Scheduler {
     /// # Complexity
     /// O(resident sequences).
     pub fn num_resident_tokens(&self) -> u64 {
+        self.resident_sequences().map(|sequence| u64::from(sequence.num_scheduled)).sum()
+    }
+
+    /// Blocks in the tables of all resident sequences, those that left a window left out. A block that several share counts
+    /// for each.
+    ///
+    /// # Complexity
+    /// O(resident sequences x cache groups).
+    pub fn num_resident_blocks(&self) -> u64 {
+        let tables = self.resident_sequences().flat_map(|sequence| &sequence.tables);
+        tables.map(|table| u64::from(table.num_held())).sum()
+    }
+
+    fn resident_sequences(&self) -> impl Iterator<Item = &Sequence> {
         let samples = self.running.iter().flat_map(|&slot| &self.request(slot).samples);
-        let sequences = samples.filter_map(|sample| self.manager.sequences.get(sample.sequence as usize));
-        sequences.map(|sequence| u64::from(sequence.num_scheduled)).sum()
+        samples.filter_map(|sample| self.manager.sequences.get(sample.sequence as usize))
     }
 
     /// Preemptions since the scheduler was made.

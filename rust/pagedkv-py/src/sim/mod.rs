@@ -1,15 +1,34 @@
-//! Replays of traces.
+//! Simulations, and replays of traces without a clock.
+
+mod cost;
+mod run;
+mod workload;
 
 use std::fs::File;
 
 use numpy::PyArray1;
+use pagedkv_sim::SimError;
 use pagedkv_sim::saturated::{Replay, replay};
 use pagedkv_sim::trace::{Lengths, read_lengths as read};
 use pyo3::prelude::*;
 
-use crate::arrays::{array, ids};
+pub(crate) use cost::CostModel;
+pub(crate) use run::{Simulation, simulate};
+pub(crate) use workload::Workload;
+
+use crate::arrays::array;
 use crate::config::{CacheConfig, SchedulerConfig};
-use crate::errors::{invalid, to_py_err};
+use crate::errors::{internal, invalid, refused, to_py_err};
+
+/// The exception for an error of the simulator.
+pub(super) fn sim_err(error: SimError) -> PyErr {
+    match error {
+        SimError::Core(error) => to_py_err(error),
+        SimError::InvalidArgument { argument, expected, found } => invalid(argument, &expected, &found),
+        SimError::InvalidRequest { .. } => refused(&error.to_string()),
+        _ => internal(&error.to_string()),
+    }
+}
 
 type Columns<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
@@ -57,19 +76,7 @@ pub(crate) fn replay_saturated(
     cache_config: &CacheConfig,
     scheduler_config: &SchedulerConfig,
 ) -> PyResult<SaturatedReplay> {
-    let (prompts, outputs) = (ids("prompt_tokens", prompt_tokens)?, ids("output_tokens", output_tokens)?);
-    if prompts.len() != outputs.len() {
-        let expected = format!("{} lengths, as many as prompt_tokens", prompts.len());
-        return Err(invalid("output_tokens", &expected, &outputs.len().to_string()));
-    }
-    if let Some(short) = prompts.iter().chain(&outputs).find(|&&length| length < 1) {
-        return Err(invalid("prompt_tokens, output_tokens", "lengths of at least 1", &short.to_string()));
-    }
-    let rows = prompts
-        .iter()
-        .zip(&outputs)
-        .map(|(&prompt, &output)| Lengths { prompt_tokens: prompt as u32, output_tokens: output as u32 });
-    let rows: Vec<_> = rows.collect();
+    let rows = workload::lengths(prompt_tokens, output_tokens)?;
     let replay = py.detach(|| replay(&rows, &cache_config.0, &scheduler_config.0)).map_err(to_py_err)?;
     Ok(SaturatedReplay { replay, block_size: cache_config.0.block_size })
 }

@@ -1,6 +1,13 @@
-//! Request traces: what came in and how long the answer was.
+//! Request traces: what came in, when, and how long the answer was.
+
+mod date;
+mod jsonl;
+mod table;
 
 use std::io::Read;
+
+pub use jsonl::read_jsonl;
+pub use table::read_table;
 
 /// Lengths of one request, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,9 +24,35 @@ pub enum TraceError {
     /// A file that is not a table.
     #[error("{0}")]
     Csv(#[from] csv::Error),
+    /// A file that cannot be read.
+    #[error("{0}")]
+    Io(#[from] std::io::Error),
     /// A table without a column that is needed.
     #[error("line 1: no column {0}")]
     NoColumn(&'static str),
+    /// A trace without a request.
+    #[error("no request: expected at least one below the header")]
+    Empty,
+    /// A line that is no object of JSON.
+    #[error("line {line}: {message}")]
+    Json {
+        /// Line in the file.
+        line: u64,
+        /// What the parser says.
+        message: String,
+    },
+    /// A field that is not what it must be.
+    #[error("line {line}: {field} is {found}, expected {expected}")]
+    WrongField {
+        /// Line in the file.
+        line: u64,
+        /// Name of the field.
+        field: &'static str,
+        /// What stands there.
+        found: String,
+        /// What it must be.
+        expected: String,
+    },
     /// A field that is not a length of at least 1.
     #[error("line {line}: {field} is {found:?}, expected a whole number from 1 to 2147483647")]
     NotALength {

@@ -1,9 +1,9 @@
-"""Cache groups of a model: which of its layers share a block table."""
+"""Cache groups of a model: which of its layers share a block table, and what a sequence holds of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pagedkv.config import GroupSpec
+from pagedkv.config import GroupSpec, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +63,29 @@ def group_layers(layers: Mapping[int, LayerShape], dtype: str, max_model_len: in
 def _widest_first(shape: LayerShape) -> tuple[bool, int]:
     window = shape.sliding_window
     return (window is not None, -(window or 0))
+
+
+def blocks_per_sequence(group: GroupSpec, limits: SchedulerConfig) -> int:
+    """Return the most blocks that one sequence holds in a group: in a window group, the window and its last steps.
+
+    Parameters
+    ----------
+    group : GroupSpec
+        The group, as a `CacheConfig` has it.
+    limits : SchedulerConfig
+        Longest sequence, tokens per step, and plans in flight.
+
+    Examples
+    --------
+    >>> limits = SchedulerConfig(max_model_len=4096, max_num_batched_tokens=256)
+    >>> blocks_per_sequence(GroupSpec(1, 1, 64, block_size=16), limits)
+    256
+    >>> blocks_per_sequence(GroupSpec(1, 1, 64, block_size=16, sliding_window=512), limits)
+    49
+    """
+    block_size = group.block_size or 1
+    whole = -(-(limits.max_model_len + limits.lookahead) // block_size)
+    if group.sliding_window is None:
+        return whole
+    in_flight = limits.max_plans_in_flight * limits.max_num_batched_tokens + limits.lookahead
+    return min(whole, -(-(group.sliding_window - 1 + in_flight) // block_size) + 1)

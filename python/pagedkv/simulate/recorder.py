@@ -1,0 +1,123 @@
+"""Record the requests of a live engine: when each came, how long it was, what it shared; no text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pagedkv.exceptions import InvalidArgumentError
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+class TraceRecorder:
+    """Writes one JSON line for each request that ends, which `Workload.read_jsonl` reads.
+
+    Prefixes are told by hashes of whole blocks, each chained to the one before and keyed with a secret that is
+    forgotten with the recorder: lines of one trace can be compared with one another, and with nothing else.
+
+    Parameters
+    ----------
+    path : path
+        File to write; one that is there is replaced.
+    block_size : int
+        Tokens that a hash stands for.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib
+    >>> from pagedkv.simulate import Workload
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "trace.jsonl"
+    >>> with TraceRecorder(path, block_size=4) as recorder:
+    ...     recorder.added("a", [1, 2, 3, 4, 5], now=10.0)
+    ...     recorder.added("b", [1, 2, 3, 4, 6], now=12.5)
+    ...     recorder.finished("b", 7)
+    ...     recorder.finished("a", 3)
+    >>> trace = Workload.read_jsonl(path)
+    >>> trace.arrivals.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist()
+    ([0.0, 2.5], [5, 5], [3, 7])
+    >>> bool((trace.prompt(0)[:4] == trace.prompt(1)[:4]).all())
+    True
+    """
+
+    def __init__(self, path: str | PathLike[str], block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        if block_size < 1:
+            raise InvalidArgumentError(f"block_size: expected at least 1, found {block_size}")
+        self.block_size = block_size
+        self._key = secrets.token_bytes(32)
+        self._open: dict[str, dict[str, Any]] = {}
+        self._begun: float | None = None
+        self._file = Path(path).open("w")  # noqa: SIM115 - it is open as long as the recorder
+
+    def added(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | np.ndarray[Any, Any],
+        *,
+        now: float,
+        priority: int = 0,
+        tenant: int = 0,
+    ) -> None:
+        """Note a request that came at `now` seconds, by a clock whose beginning does not matter.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If a request of this name is open.
+        """
+        if request_id in self._open:
+            raise InvalidArgumentError(f"request_id: expected one that is not open, found {request_id!r}")
+        if self._begun is None:
+            self._begun = now
+        row: dict[str, Any] = {
+            "timestamp": round(1000 * max(0.0, now - self._begun), 3),
+            "input_length": len(prompt_token_ids),
+            "hash_ids": self._hashes(prompt_token_ids),
+            "block_size": self.block_size,
+        }
+        if priority:
+            row["priority"] = priority
+        if tenant:
+            row["tenant"] = tenant
+        self._open[request_id] = row
+
+    def finished(self, request_id: str, num_output_tokens: int) -> None:
+        """Write the line of a request that ended with so many tokens; one that was never added is passed over."""
+        row = self._open.pop(request_id, None)
+        if row is not None:
+            row["output_length"] = num_output_tokens
+            self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file. Requests that are open are not written: nobody knows how long they would have been."""
+        self._open.clear()
+        self._file.close()
+
+    def __enter__(self) -> TraceRecorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hashes(self, prompt_token_ids: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
+        tokens = np.ascontiguousarray(prompt_token_ids, dtype="<i4")
+        digest, hashes = b"", []
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            block = tokens[start : start + self.block_size].tobytes()
+            digest = hashlib.blake2b(digest + block, key=self._key, digest_size=16).digest()
+            # Integers of JSON are exact to 53 bits where readers use floats.
+            hashes.append(int.from_bytes(digest[:8], "little") >> 11)
+        return hashes
