@@ -70,11 +70,13 @@ class Report:
         peer_name: str | None = None,
         limit: float | None = None,
         limit_name: str | None = None,
+        limit_is_tolerance: bool = False,
         peers: Mapping[str, Measurement] | None = None,
         **sizes: Any,
     ) -> dict[str, Any]:
         """Add a line; measurements are single values or samples, of which the median counts.
 
+        With `limit_is_tolerance` the limit is how far ours may lie from the peer, and `of_limit` the share of it used.
         A value of exactly 0 on the side that ratio divides by leaves ratio null: nothing is infinitely better.
         """
         if (peer is None) != (peer_name is None):
@@ -84,6 +86,11 @@ class Report:
         samples = _samples(ours)
         value = statistics.median(samples)
         peer_value = None if peer is None else statistics.median(_samples(peer))
+        of_limit = times_better(value, limit, better)
+        if limit_is_tolerance:
+            if limit is None or peer_value is None:
+                raise ValueError(f"{what}: a tolerance needs a limit and a peer, got {limit=} and {peer=}")
+            of_limit = abs(value - peer_value) / limit
         line = {
             "what": what,
             "unit": unit,
@@ -93,7 +100,7 @@ class Report:
             "ratio": times_better(value, peer_value, better),
             "limit": limit,
             "limit_name": limit_name,
-            "of_limit": times_better(value, limit, better),
+            "of_limit": of_limit,
             "peers": {name: statistics.median(_samples(measured)) for name, measured in (peers or {}).items()},
             "better": better,
             "samples": len(samples),

@@ -35,6 +35,18 @@ def test_ratio_is_above_one_when_ours_is_better(lines, better, ratio, of_limit):
     assert (line["ratio"], line["of_limit"], line["peers"]) == (ratio, of_limit, {"q": 2.0})
 
 
+def test_share_of_a_tolerance_is_the_distance_from_the_peer(lines):
+    line = lines.Report("t").add(
+        "x", "%", 98, better="higher", peer=96, peer_name="p", limit=2.5, limit_name="t", limit_is_tolerance=True
+    )
+    assert (line["limit"], line["of_limit"]) == (2.5, pytest.approx(0.8))
+
+
+def test_tolerance_without_a_peer_is_refused(lines):
+    with pytest.raises(ValueError, match="a tolerance needs a limit and a peer"):
+        lines.Report("t").add("x", "%", 98, better="higher", limit=2.5, limit_name="t", limit_is_tolerance=True)
+
+
 def test_median_and_spread_when_samples_are_given(lines):
     line = lines.Report("t").add("x", "us", [1.0, 2.0, 3.0, 4.0, 100.0], better="lower", peer=[6, 6, 7], peer_name="p")
     assert (line["ours"], line["samples"], line["spread"]) == (3.0, 5, pytest.approx(2 / 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from os import PathLike
@@ -54,7 +55,6 @@ class TraceRecorder:
         self.block_size = block_size
         self._key = secrets.token_bytes(32)
         self._open: dict[str, dict[str, Any]] = {}
-        self._begun: float | None = None
         self._file = Path(path).open("w")  # noqa: SIM115 - it is open as long as the recorder
 
     def added(
@@ -75,10 +75,10 @@ class TraceRecorder:
         """
         if request_id in self._open:
             raise InvalidArgumentError(f"request_id: expected one that is not open, found {request_id!r}")
-        if self._begun is None:
-            self._begun = now
+        if not (math.isfinite(now) and now >= 0):
+            raise InvalidArgumentError(f"now: expected finite seconds of at least 0, found {now}")
         row: dict[str, Any] = {
-            "timestamp": round(1000 * max(0.0, now - self._begun), 3),
+            "timestamp": round(1000 * now, 3),
             "input_length": len(prompt_token_ids),
             "hash_ids": self._hashes(prompt_token_ids),
             "block_size": self.block_size,
@@ -95,6 +95,31 @@ class TraceRecorder:
         if row is not None:
             row["output_length"] = num_output_tokens
             self._file.write(json.dumps(row) + "\n")
+
+    def record(
+        self,
+        prompt_token_ids: Sequence[int] | np.ndarray[Any, Any],
+        num_output_tokens: int,
+        *,
+        arrival: float,
+        priority: int = 0,
+        tenant: int = 0,
+    ) -> None:
+        """Write the line of a request that has ended, for who learns of it only then.
+
+        Parameters
+        ----------
+        prompt_token_ids : sequence of int
+            Its prompt, such as `RequestOutput.prompt_token_ids`.
+        num_output_tokens : int
+            Tokens of its longest sample.
+        arrival : float
+            Seconds at which it came.
+        priority, tenant : int
+            As in `added`.
+        """
+        self.added("", prompt_token_ids, now=arrival, priority=priority, tenant=tenant)
+        self.finished("", num_output_tokens)
 
     def close(self) -> None:
         """Close the file. Requests that are open are not written: nobody knows how long they would have been."""

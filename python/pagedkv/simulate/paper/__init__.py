@@ -9,7 +9,7 @@ from typing import Any
 
 from pagedkv.simulate import Workload
 from pagedkv.simulate.experiment import Run, execute, execute_all
-from pagedkv.simulate.paper import beyond, memory, swapping, throughput
+from pagedkv.simulate.paper import beyond, capacity, memory, swapping, throughput
 from pagedkv.simulate.paper.lines import Line
 from pagedkv.simulate.paper.memory import Sources
 from pagedkv.simulate.sustained import sustained_rate
@@ -71,6 +71,7 @@ def experiments(sources: Sources, mooncake: Path | None = None) -> list[Experime
         Experiment("swap", execute, dict(swapping.end_to_end_runs(sources)), _swap_lines),
         Experiment("block_size", execute, dict(memory.block_size_runs(sources)), memory.block_sizes),
         _search("fp8", beyond.fp8_searches(sources), beyond.fp8),
+        Experiment("capacity", execute, {}, lambda answers: capacity.capacities()),
         Experiment("tenants", beyond.run_tenants, {name: name for name in beyond.POLICIES}, beyond.tenants),
     ]
     if mooncake is not None:

@@ -155,6 +155,7 @@ impl Workload {
     /// arrivals : sequence of float
     ///     Seconds, ascending.
     #[classmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "arguments of Python come by value")]
     fn from_lengths(
         _class: &Bound<'_, PyType>,
         prompt_tokens: &Bound<'_, PyAny>,
@@ -211,24 +212,24 @@ impl Workload {
     }
 
     /// The same requests, arriving at random: `rate` a second, or as recorded but so many times faster.
-    #[pyo3(signature = (rate=None, *, speed=None, seed=0))]
+    #[pyo3(signature = (rate=None, *, speedup=None, seed=0))]
     fn with_arrivals(
         &self,
         rate: Option<f64>,
-        speed: Option<f64>,
+        speedup: Option<f64>,
         #[pyo3(from_py_with = u64s::seed)] seed: u64,
     ) -> PyResult<Self> {
         let mut workload = sim::Workload::clone(&self.0);
-        match (rate, speed) {
+        match (rate, speedup) {
             (Some(rate), None) => {
                 let arrivals = sim::poisson(workload.requests.len(), rate, seed).map_err(sim_err)?;
                 workload.requests.iter_mut().zip(arrivals).for_each(|(request, arrival)| request.arrival = arrival);
             }
-            (None, Some(speed)) if speed.is_finite() && speed > 0.0 => {
-                workload.requests.iter_mut().for_each(|request| request.arrival /= speed);
+            (None, Some(speedup)) if speedup.is_finite() && speedup > 0.0 => {
+                workload.requests.iter_mut().for_each(|request| request.arrival /= speedup);
             }
-            (None, Some(speed)) => return Err(invalid("speed", "a finite factor above 0", &speed.to_string())),
-            _ => return Err(invalid("rate, speed", "one of both", "both or none")),
+            (None, Some(speedup)) => return Err(invalid("speedup", "a finite factor above 0", &speedup.to_string())),
+            _ => return Err(invalid("rate, speedup", "one of both", "both or none")),
         }
         Ok(workload.into())
     }

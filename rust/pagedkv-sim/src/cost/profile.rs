@@ -146,6 +146,8 @@ fn solve(mut system: [[f64; 5]; 4]) -> Result<[f64; 4], usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write;
+
     use super::*;
 
     fn measured() -> String {
@@ -153,7 +155,7 @@ mod tests {
         for (seqs, context, prompt) in [(1, 100, 0), (8, 900, 64), (32, 20_000, 0), (32, 9000, 512), (4, 10, 128)] {
             let work = Work { num_seqs: seqs, context_tokens: context, prompt_tokens: prompt, ..Work::default() };
             let seconds = Fitted::OPT_13B_A100.step_seconds(&work);
-            table.push_str(&format!("{seqs},{context},{prompt},{seconds}\n"));
+            writeln!(table, "{seqs},{context},{prompt},{seconds}").unwrap();
         }
         table
     }

@@ -17,7 +17,7 @@ pub struct SwapLink {
 }
 
 impl SwapLink {
-    /// Bytes a second over PCIe 4.0 x16 from pinned memory; assumed, 80 % of the 31.5 GB/s of the standard.
+    /// Bytes a second over `PCIe` 4.0 x16 from pinned memory; assumed, 80 % of the 31.5 GB/s of the standard.
     pub const PCIE_4_BANDWIDTH: f64 = 25e9;
     /// Seconds of one copy beside its bytes; assumed, what an asynchronous copy on a CUDA stream costs.
     pub const COPY_SECONDS: f64 = 7e-6;

@@ -133,12 +133,11 @@ impl Orca {
     fn allocate(&mut self, units: u32, width: u32) -> Option<Vec<Chunk>> {
         let mut chunks = Vec::with_capacity(width as usize);
         for _ in 0..width {
-            match self.buddies.allocate(units) {
-                Some(chunk) => chunks.push(chunk),
-                None => {
-                    chunks.into_iter().rev().for_each(|chunk| self.buddies.free(chunk));
-                    return None;
-                }
+            if let Some(chunk) = self.buddies.allocate(units) {
+                chunks.push(chunk);
+            } else {
+                chunks.into_iter().rev().for_each(|chunk| self.buddies.free(chunk));
+                return None;
             }
         }
         Some(chunks)

@@ -99,7 +99,7 @@ pub fn alpaca(count: usize, sigma: f64, seed: u64) -> Vec<Lengths> {
     (0..count).map(draw).collect()
 }
 
-/// Lengths like those of a translation task, English to German, in LLaMA's tokens: a sentence and its translation.
+/// Lengths like those of a translation task, English to German, in `LLaMA`'s tokens: a sentence and its translation.
 ///
 /// The paper used the test set of WMT16, whose lengths are not at hand. Assumed: sentences of 28 tokens on average,
 /// translations of 40, both log-normal with a spread of 0.5 and a correlation of 0.9.

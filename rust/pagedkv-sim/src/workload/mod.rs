@@ -94,8 +94,9 @@ impl Workload {
         if let Some(wrong) = arrivals.iter().find(|arrival| !arrival.is_finite() || **arrival < 0.0) {
             return invalid("arrivals", "finite seconds of at least 0", wrong);
         }
-        if let Some(pair) = arrivals.windows(2).find(|pair| pair[1] < pair[0]) {
-            return invalid("arrivals", "ascending seconds", format!("{} behind {}", pair[1], pair[0]));
+        let mut pairs = arrivals.iter().zip(arrivals.iter().skip(1));
+        if let Some((before, behind)) = pairs.find(|(before, behind)| behind < before) {
+            return invalid("arrivals", "ascending seconds", format!("{behind} behind {before}"));
         }
         let requests = lengths.iter().zip(arrivals).map(|(lengths, &arrival)| Request {
             arrival,

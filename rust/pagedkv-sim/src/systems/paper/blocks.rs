@@ -31,23 +31,23 @@ pub(super) struct Blocks {
     pool: BlockPool,
     block_size: u32,
     /// Blocks of a prefix that every prompt begins with, computed beforehand and never given back.
-    pub(super) prefix_blocks: u32,
+    pub(super) num_prefix: u32,
     pub(super) sharing: bool,
 }
 
 impl Blocks {
-    pub(super) fn new(limits: &Limits, prefix_blocks: u32, sharing: bool) -> Result<Self> {
+    pub(super) fn new(limits: &Limits, num_prefix: u32, sharing: bool) -> Result<Self> {
         let config = CacheConfig {
             block_size: limits.block_size,
             enable_prefix_caching: false,
             ..CacheConfig::new(limits.num_blocks + 1)
         };
         let mut pool = BlockPool::new(&config)?;
-        let mut prefix = vec![BlockId::default(); prefix_blocks as usize];
-        if prefix_blocks >= limits.num_blocks || pool.allocate(&mut prefix).is_none() {
-            return invalid("shared_prefix_tokens", "a prefix that leaves room for requests", prefix_blocks);
+        let mut prefix = vec![BlockId::default(); num_prefix as usize];
+        if num_prefix >= limits.num_blocks || pool.allocate(&mut prefix).is_none() {
+            return invalid("shared_prefix_tokens", "a prefix that leaves room for requests", num_prefix);
         }
-        Ok(Self { pool, block_size: limits.block_size, prefix_blocks, sharing })
+        Ok(Self { pool, block_size: limits.block_size, num_prefix, sharing })
     }
 
     pub(super) fn num_free(&self) -> u32 {
@@ -59,12 +59,12 @@ impl Blocks {
     }
 
     pub(super) const fn prefix_tokens(&self) -> u32 {
-        self.prefix_blocks * self.block_size
+        self.num_prefix * self.block_size
     }
 
     /// Blocks of so many sequences of a length, beside the shared prefix.
     pub(super) fn needed(&self, len: u32, sequences: u32) -> u32 {
-        len.div_ceil(self.block_size).saturating_sub(self.prefix_blocks) * sequences
+        len.div_ceil(self.block_size).saturating_sub(self.num_prefix) * sequences
     }
 
     /// Blocks that an admission takes: a prompt is shared, what was drawn behind it is not.
@@ -78,7 +78,7 @@ impl Blocks {
 
     fn shared_blocks(&self, prompt: u32, len: u32) -> u32 {
         let whole = if len == prompt { prompt.div_ceil(self.block_size) } else { prompt / self.block_size };
-        whole.saturating_sub(self.prefix_blocks)
+        whole.saturating_sub(self.num_prefix)
     }
 
     pub(super) fn admit(&mut self, prompt: u32, len: u32, sequences: u32) -> Tables {

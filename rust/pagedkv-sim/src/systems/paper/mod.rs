@@ -302,7 +302,7 @@ impl System for Paper {
         let width = u64::from(self.width());
         let tokens: u64 = self.running.iter().map(|group| width * u64::from(group.len)).sum();
         let logical_blocks: u64 = self.running.iter().map(|group| group.tables.num_logical()).sum();
-        let logical_blocks = logical_blocks + u64::from(self.blocks.prefix_blocks) * u64::from(self.num_seqs());
+        let logical_blocks = logical_blocks + u64::from(self.blocks.num_prefix) * u64::from(self.num_seqs());
         let physical_blocks = u64::from(self.blocks.num_held());
         let block_size = u64::from(self.limits.block_size);
         Holdings {

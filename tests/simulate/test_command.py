@@ -1,0 +1,86 @@
+"""`pagedkv simulate`."""
+
+import json
+
+import pytest
+
+from pagedkv import cli
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """The version is the installed distribution's, which a source tree has not."""
+    monkeypatch.setattr(cli, "version", lambda name: "0")
+
+
+def simulate(*arguments):
+    return cli.main(["simulate", *map(str, arguments), "--jobs", "1"])
+
+
+SMALL = ["sharegpt", "--seconds", 30, "--systems", "pagedkv", "orca_max"]
+
+
+def test_simulate_writes_a_line_for_each_system_and_rate(tmp_path, capsys):
+    assert simulate(*SMALL, "--rates", 0.5, 1, "--json", tmp_path / "f.jsonl") == 0
+    rows = [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
+    assert [(row["system"], row["rate"]) for row in rows] == [
+        ("pagedkv", 0.5),
+        ("pagedkv", 1.0),
+        ("orca_max", 0.5),
+        ("orca_max", 1.0),
+    ]
+    assert all(row["finished"] == row["requests"] for row in rows)
+    assert "orca_max" in capsys.readouterr().out
+
+
+def test_simulate_writes_the_same_bytes_for_the_same_seed(tmp_path):
+    for name in ("a", "b"):
+        assert simulate(*SMALL, "--json", tmp_path / f"{name}.jsonl") == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_simulate_draws_the_same_bytes_for_the_same_seed(tmp_path, suffix):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    for name in ("a", "b"):
+        assert simulate(*SMALL, "--rates", 0.5, 1, "--plot", tmp_path / f"{name}.{suffix}") == 0
+    drawn = (tmp_path / f"a.{suffix}").read_bytes()
+    assert drawn == (tmp_path / f"b.{suffix}").read_bytes()
+    assert drawn.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+
+
+def test_simulate_replays_a_trace_with_its_own_arrivals(tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt_tokens,output_tokens\n0,30,10\n100,30,10\n")
+    arguments = [trace, "--recorded-arrivals", "--systems", "vllm", "--json", tmp_path / "f.jsonl"]
+    assert simulate(*arguments) == 0
+    [row] = [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
+    assert row["finished"] == 2
+    assert row["seconds"] > 100
+
+
+def test_simulate_paper_prints_the_papers_value_beside_ours(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    arguments = ["paper", "--only", "fig2", "capacity", "--json", tmp_path / "p.jsonl", "--plots", tmp_path / "plots"]
+    assert simulate(*arguments) == 0
+    assert "fig2_vllm_token" in capsys.readouterr().out
+    rows = {row["what"]: row for row in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())}
+    assert rows["fig2_max_token"]["paper"] == 20.4
+    assert (tmp_path / "plots" / "fig2.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.csv"], "workload: expected sharegpt, alpaca"),
+        (["sharegpt", "--rates", "0"], "rate: expected requests a second, above 0, found 0.0"),
+        (["sharegpt", "--recorded-arrivals"], "rate: expected requests a second for 'sharegpt', found None"),
+        (["sharegpt", "--cost", "profile"], "--profile: expected a file of measured steps"),
+        (["sharegpt", "--cost-argument", "base"], "--cost-argument: expected NAME=NUMBER, found base"),
+        (["paper", "--only", "fig3"], "--only: expected fig2, fig13"),
+        (["paper", "--traces", "nowhere"], "--traces: expected a folder with sharegpt_lengths.csv"),
+    ],
+)
+def test_simulate_names_the_argument_that_it_refuses(capsys, arguments, message):
+    assert simulate(*arguments) == 2
+    assert message in capsys.readouterr().err
