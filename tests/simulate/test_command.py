@@ -1,6 +1,7 @@
 """`pagedkv simulate`."""
 
 import json
+import sys
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_simulate_replays_a_trace_with_its_own_arrivals(tmp_path):
     assert row["seconds"] > 100
 
 
+def test_simulate_drops_longer_requests_only_when_it_is_told_to(tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n30,10\n3000,10\n")
+    arguments = [trace, "--recorded-arrivals", "--systems", "vllm", "--json", tmp_path / "f.jsonl"]
+    assert simulate(*arguments) == 2
+    assert "request 1 (line 3): prompt_tokens + output_tokens: expected at most 2048" in capsys.readouterr().err
+    assert simulate(*arguments, "--drop-longer") == 0
+    [row] = [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
+    assert row["finished"] == 1
+
+
 def test_simulate_paper_prints_the_papers_value_beside_ours(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     arguments = ["paper", "--only", "fig2", "capacity", "--json", tmp_path / "p.jsonl", "--plots", tmp_path / "plots"]
@@ -67,6 +79,14 @@ def test_simulate_paper_prints_the_papers_value_beside_ours(tmp_path, capsys):
     rows = {row["what"]: row for row in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())}
     assert rows["fig2_max_token"]["paper"] == 20.4
     assert (tmp_path / "plots" / "fig2.svg").stat().st_size > 1000
+
+
+def test_simulate_says_which_extra_has_the_plots(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert simulate(*SMALL, "--plot", tmp_path / "latency.svg") == 2
+    assert (
+        'matplotlib is not installed, which this command needs: pip install "pagedkv[viz]"' in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

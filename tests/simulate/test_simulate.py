@@ -45,7 +45,7 @@ def test_simulate_runs_more_requests_at_once_with_paging():
 
 def test_simulate_lets_other_threads_run():
     """The interpreter is free while a simulation runs, which takes much longer than a turn of the interpreter."""
-    workload, ticks = Workload.sharegpt(20_000, 2.0), []
+    workload, ticks = Workload.sharegpt(8000, 2.0), []
     ended = threading.Event()
 
     def count():

@@ -6,6 +6,7 @@ TraceRecorder writes. `paper` runs the experiments of the paper and prints its v
 
     pagedkv simulate sharegpt --rates 0.5 1 1.5 2 --plot latency.svg
     pagedkv simulate requests.jsonl --recorded-arrivals --systems pagedkv vllm --longest 32768 --num-slots 200000
+    pagedkv simulate lengths.csv --rates 1 2 --longest 2048 --drop-longer
     pagedkv simulate alpaca --samples 4 --rates 6 9 12 --systems pagedkv orca_oracle
     pagedkv simulate paper --only fig2 fig12 --plots figures --json paper.jsonl
 """
@@ -56,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     arriving.add_argument("--recorded-arrivals", action="store_true", help="as the trace has them")
     arriving.add_argument("--seconds", type=float, default=1200.0, help="of arrivals (default: %(default)s)")
     arriving.add_argument("--max-requests", type=_positive, metavar="N", help="no more than these")
+    arriving.add_argument("--drop-longer", action="store_true", help="drop what has --longest tokens or more")
     arriving.add_argument("--samples", type=_positive, default=1, metavar="N", help="of each (default: %(default)s)")
     arriving.add_argument("--beams", type=_positive, metavar="K", help="beams of each, instead of samples")
     arriving.add_argument("--system-prompt", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
@@ -133,7 +135,7 @@ def _runs(arguments: argparse.Namespace) -> list[Run]:
         arguments.beams or arguments.samples,
         arguments.beams is not None,
         arguments.system_prompt,
-        arguments.longest,
+        arguments.longest if arguments.drop_longer else None,
         max_requests=arguments.max_requests,
     )
     machine = Machine(

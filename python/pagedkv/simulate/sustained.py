@@ -8,7 +8,7 @@ from pagedkv.simulate.experiment import Run, execute
 # Seconds per token of the answer, halfway up the paper's plots, which end at 1.
 THRESHOLD = 0.5
 # Relative width of the bracket at which the search ends.
-PRECISION = 0.01
+PRECISION = 0.002
 MAX_RATE = 4096.0
 
 

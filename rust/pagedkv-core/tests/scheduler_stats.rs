@@ -113,3 +113,16 @@ fn check_integrity_finds_what_was_broken() {
     scheduler.break_a_law();
     assert_eq!(scheduler.check_integrity().expect_err("a block lost its holders").law, 2);
 }
+
+#[test]
+fn a_block_that_samples_share_counts_for_each_resident_one() {
+    let mut scheduler = scheduler(16, 4);
+    let request = NewRequest { n: 3, ..NewRequest::new("a", (0..6).collect(), 4) };
+    scheduler.add_request(request).expect("a request that fits");
+    assert_eq!(scheduler.num_resident_blocks(), 0);
+    step(&mut scheduler, 0.0, 0.0);
+    // Two blocks of the prompt for each of three samples, which hold two between them.
+    assert_eq!((scheduler.num_resident_blocks(), scheduler.manager().pool().num_held()), (6, 2));
+    step(&mut scheduler, 0.0, 0.0);
+    assert_eq!((scheduler.num_resident_blocks(), scheduler.manager().pool().num_held()), (6, 4));
+}
