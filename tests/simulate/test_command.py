@@ -84,7 +84,9 @@ def test_simulate_paper_prints_the_papers_value_beside_ours(tmp_path, capsys):
 def test_simulate_says_which_extra_has_the_plots(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert simulate(*SMALL, "--plot", tmp_path / "latency.svg") == 2
-    assert 'matplotlib is not installed, which plots need: pip install "pagedkv[viz]"' in capsys.readouterr().err
+    assert (
+        'matplotlib is not installed, which this command needs: pip install "pagedkv[viz]"' in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from torch.nn.functional import linear, rms_norm, silu
 from torch.utils.dlpack import from_dlpack
 
 from pagedkv.exceptions import UnsupportedError
-from pagedkv.planning.layers import LayerShape, group_layers
 from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.metadata import AttentionMetadata
 from pagedkv.models.storage import choose_storage
+from pagedkv.planning.layers import LayerShape, group_layers
 
 if TYPE_CHECKING:
     from pagedkv.config import GroupSpec

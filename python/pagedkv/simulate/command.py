@@ -97,17 +97,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, show a table, and write the files that were asked for."""
     if arguments.plot is not None or arguments.plots is not None:
-        _check_matplotlib()
+        import matplotlib  # noqa: F401, ICN001 - at once, so that nobody waits to hear that it is missing
     return _paper(arguments) if arguments.workload == "paper" else _workload(arguments)
-
-
-def _check_matplotlib() -> None:
-    """Say that matplotlib is missing before anybody has waited for a simulation."""
-    try:
-        import matplotlib  # noqa: F401, ICN001
-    except ModuleNotFoundError as error:
-        message = f'{error.name} is not installed, which plots need: pip install "pagedkv[viz]"'
-        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def _workload(arguments: argparse.Namespace) -> int:
