@@ -86,6 +86,10 @@ soak: ## SOAK_COMMANDS random commands against the naive model, for SOAK_SECONDS
 	SOAK_COMMANDS=$(SOAK_COMMANDS) SOAK_SECONDS=$(SOAK_SECONDS) \
 	cargo test --release $(LOCKED) --quiet --package pagedkv-core --test soak
 
+.PHONY: soak-server
+soak-server: develop ## 200 streams for two minutes against a server with SmolLM2; SOAK_STREAMS, SOAK_SERVER_SECONDS
+	$(BIN)/pytest -m slow --log-cli-level=INFO tests/server/test_soak.py
+
 .PHONY: tsan
 tsan: ## the thread tests of the core under ThreadSanitizer, the standard library included
 	rustup component add rust-src --toolchain nightly

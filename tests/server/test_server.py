@@ -166,6 +166,8 @@ def test_metrics_are_those_of_the_engine(start):
     assert [sample.value for sample in samples if sample.name.endswith("_count")] == [2]
     assert server.metric("pagedkv:request_success_total", finished_reason="length") == 3
     states = {sample.labels["state"]: sample.value for sample in families["pagedkv:kv_blocks"].samples}
+    assert states["held"] == states["fenced"] == 0
+    assert states["evictable"] > 0
     assert sum(states.values()) == server.engine.engine.kv_cache.num_blocks - 1
 
 
@@ -198,3 +200,18 @@ def test_shutdown_waits_for_answers(start):
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 60
     assert not server.engine.is_running
+
+
+def test_page_is_open_and_what_it_shows_asks_for_a_key(start):
+    server = start(options={"api_keys": ["one"]})
+    page = server.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert 'fetch("debug/state"' in page.text
+    assert server.get("/debug/state").status_code == 401
+    state = server.get("/debug/state", headers={"Authorization": "Bearer one"}).json()
+    assert len(state["blocks"]) == len(state["ref_counts"]) == server.engine.engine.kv_cache.num_blocks
+
+
+def test_page_and_state_are_not_there_without_debug_routes(start):
+    server = start(options={"debug_routes": False})
+    assert [server.get(path).status_code for path in ("/", "/debug/state")] == [404, 404]

@@ -78,7 +78,7 @@ class PagedCache(Cache):
     @property
     def num_held_blocks(self) -> int:
         """Blocks that sequences hold."""
-        return int(self._manager.num_blocks_by_state[1])
+        return int(self._manager.num_blocks_by_state[2])
 
     @property
     def kv_cache(self) -> KVCache:

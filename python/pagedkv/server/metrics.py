@@ -95,7 +95,7 @@ class EngineCollector(Collector):
         blocks = scheduler.block_map()
         labels = [*self._labels, "state"]
         by_state = GaugeMetricFamily(self._prefix + "kv_blocks", "Blocks by state.", labels=labels)
-        free, held, evictable, fenced = scheduler.num_blocks_by_state
+        free, evictable, held, fenced = scheduler.num_blocks_by_state
         for state, count in {"free": free, "held": held, "evictable": evictable, "fenced": fenced}.items():
             by_state.add_metric([*self._values, state], count)
         yield by_state
