@@ -58,13 +58,16 @@ def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDA
 
 
 def _draw(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
+    # Every pass over a whole vocabulary counts: a small model's step is not much longer.
     temperature = torch.from_numpy(parameters["temperature"].copy()).to(logits.device)
-    scores = logits.float() / temperature[:, None]
+    scores = logits.to(torch.float32, copy=True)
+    if (parameters["temperature"] != 1).any():
+        scores /= temperature[:, None]
     _keep_min_p(scores, parameters["min_p"])
     _keep_top_k(scores, parameters["top_k"])
     _keep_top_p(scores, parameters["top_p"])
     uniform = torch.from_numpy(uniforms(parameters["seed"], parameters["sample"], positions)).to(logits.device)
-    return _pick(scores.sub_(scores.amax(-1, keepdim=True)).exp_(), uniform)
+    return _pick(scores.softmax(-1), uniform)
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -73,8 +76,10 @@ def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Sums of chunks first, then one chunk: a cumulative sum over a whole vocabulary takes several times as long.
     """
     num_rows, vocab_size = weights.shape
-    chunks = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
-    up_to = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
+    if vocab_size % _CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK))
+    chunks = weights.view(num_rows, -1, _CHUNK)
+    up_to = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
     target = up_to[:, -1:] * uniform[:, None]
     # One with weight 0 never exceeds the number first. Rounding may leave nothing above it: then the last that counts.
     chunk = torch.searchsorted(up_to, target, right=True).minimum(_last(up_to))
