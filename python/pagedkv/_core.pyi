@@ -54,6 +54,7 @@ __all__ = [
     "choose_layer_slots",
     "copy_blocks",
     "default_num_threads",
+    "device_work",
     "from_dlpack",
     "gather_kv",
     "instruction_sets",

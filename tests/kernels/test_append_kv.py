@@ -118,6 +118,17 @@ def test_append_kv_takes_an_empty_array_when_its_strides_are_zero(caches):
     assert pool.isnan().all()
 
 
+def test_append_kv_rounds_the_quotient_when_a_product_with_the_inverse_would_round_elsewhere(operations, make_pool):
+    """The quotient lies in the middle between two numbers of FP8, the product just below it."""
+    scale, value = torch.tensor([0.14285715]), torch.tensor(0.24107143)
+    assert value / scale == 1.6875
+    assert value * (1 / scale) < 1.6875
+    pool = make_pool(NUM_BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM, torch.float8_e4m3fn, fill=0)
+    k, v = (value.expand(1, HEADS, HEAD_DIM).contiguous() for _ in range(2))
+    operations.append_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], make_slots(0), k_scale=scale, v_scale=scale)
+    assert pool[0, 1, :, :, 0].float().unique().tolist() == [1.75]
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 4], indirect=True)
 def test_append_kv_matches_oracle_when_threads_share_the_work(num_threads):
     torch.manual_seed(num_threads)

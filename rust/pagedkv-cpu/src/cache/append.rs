@@ -216,15 +216,15 @@ impl Rows<'_> {
         const PIECE: usize = 128;
         let head_dim = self.src.shape()[2];
         let sizes = [self.src.dtype(), self.cache.dtype()].map(crate::view::DType::size_bytes);
-        let factor = self.scale.map(|scale| 1.0 / read_scale(scale, head));
+        let scale = self.scale.map(|scale| read_scale(scale, head));
         let mut piece = [0_f32; PIECE];
         for first in (0..head_dim).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min(head_dim - first)];
             // SAFETY: the caller's promise.
             unsafe {
                 load(self.src.dtype(), from.byte_add(first * sizes[0]), piece);
-                if let Some(factor) = factor {
-                    piece.iter_mut().for_each(|x| *x *= factor);
+                if let Some(scale) = scale {
+                    piece.iter_mut().for_each(|x| *x /= scale);
                 }
                 store(self.cache.dtype(), piece, to.byte_add(first * sizes[1]));
             }
