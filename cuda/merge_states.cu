@@ -5,7 +5,8 @@
 //   lse, lse_a, lse_b  (num_tokens, num_q_heads) float32, token strided: natural logarithms of sums of exponentials
 //
 // A state without keys, its lse minus infinity, has no part in the result, whatever its elements are.
-// Mapping: a thread has eight elements of a row; grid.x = rows * head_dim / 8 / 128, rounded up. No shared memory.
+// Mapping: a thread has eight elements of a row, a block as many rows of one token as it has threads for;
+// grid.x = num_tokens * (num_q_heads * head_dim / 8 / 128, rounded up), so that 32 bits divide. No shared memory.
 #include "numbers.cuh"
 
 constexpr i32 kThreads = 128;
@@ -25,10 +26,12 @@ static_assert(sizeof(MergeStatesParams) == 136, "the launcher packs the same byt
 
 extern "C" __global__ void __launch_bounds__(kThreads) merge_states(PKV_PARAM MergeStatesParams p) {
   const i32 row_shares = p.head_dim / 8;
-  const i64 share = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-  const i64 row = share / row_shares, token = row / p.num_q_heads;
-  if (token >= p.num_tokens) return;
-  const i64 head = row - token * p.num_q_heads, dim = (share - row * row_shares) * 8;
+  const i32 token_blocks = (p.num_q_heads * row_shares + kThreads - 1) / kThreads;
+  const i32 token_index = static_cast<i32>(blockIdx.x) / token_blocks;
+  const i32 share = (static_cast<i32>(blockIdx.x) - token_index * token_blocks) * kThreads + static_cast<i32>(threadIdx.x);
+  const i32 head_index = share / row_shares;
+  if (token_index >= p.num_tokens || head_index >= p.num_q_heads) return;
+  const i64 token = token_index, head = head_index, dim = (share - head_index * row_shares) * 8;
 
   const float a = load(p.lse_a + (token * p.lse_a_token_stride + head)) * kLog2E;
   const float b = load(p.lse_b + (token * p.lse_b_token_stride + head)) * kLog2E;

@@ -143,6 +143,6 @@ def merge_states(device, out_a, lse_a, out_b, lse_b):
         values |= {f"{prefix}_token_stride": of.stride(0), f"{prefix}_head_stride": of.stride(1)}
     for prefix, of in (("lse", lse), ("lse_a", lse_a), ("lse_b", lse_b)):
         values[f"{prefix}_token_stride"] = of.stride(0)
-    shares = num_tokens * num_q_heads * head_dim // 8
-    device.run(variants.merge_states(), "MergeStatesParams", tensors, values, {"out", "lse"}, max(-(-shares // 128), 1))
+    blocks = num_tokens * -(-num_q_heads * head_dim // 8 // 128)
+    device.run(variants.merge_states(), "MergeStatesParams", tensors, values, {"out", "lse"}, max(blocks, 1))
     return out, lse
