@@ -99,6 +99,15 @@ def test_weights_are_estimated_within_a_percent_where_none_lie_beside():
     assert model.weight_bytes == pytest.approx(2 * 70.55e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("field", "most", "found"),
+    [("num_hidden_layers", "100,000", 100_001), ("num_key_value_heads", "2,147,483,647", 2**31)],
+)
+def test_config_beyond_any_models_is_refused_by_its_field(field, most, found):
+    with pytest.raises(InvalidArgumentError, match=f"model: {field}: expected at most {most}, found {found}"):
+        read_model_config({**LLAMA_70B, field: found})
+
+
 # --- the plan
 
 
@@ -204,6 +213,22 @@ def test_plan_shows_what_fits_and_writes_it(plan, tmp_path, capsys):
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["plan"]["token_bytes"] == 327_680
     assert len(content["effects"]) >= 6
+
+
+@pytest.mark.parametrize(("given", "shown"), [("100GB", "100.0 GB"), ("0GB", "0.0 GB")])
+def test_plan_shows_the_weights_that_were_given_as_no_estimate(plan, tmp_path, capsys, given, shown):
+    assert plan("--gpu-memory", "80GB", "--num-gpus", "4", "--weights", given, "--json", str(tmp_path / "p.json")) == 0
+    out = capsys.readouterr().out
+    [row] = [line for line in out.splitlines() if "weights" in line]
+    assert row.split("│")[2].strip() == shown
+    assert "estimated" not in (tmp_path / "p.json").read_text()
+
+
+def test_plan_has_no_gain_where_nothing_fits(plan, tmp_path, capsys):
+    assert plan("--gpu-memory", "1GB", "--json", str(tmp_path / "plan.json")) == 0
+    assert " nan " not in capsys.readouterr().out
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert {effect["gain"] for effect in content["effects"]} == {None}
 
 
 def test_plan_refuses_memory_that_is_no_size(plan, capsys):

@@ -93,11 +93,11 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change would bring: a name, the plan with it, and how many times the requests fit."""
+    """What a change would bring: a name, the plan with it, and how many times the requests fit; None if none does now."""
 
     name: str
     capacity: Capacity
-    gain: float
+    gain: float | None
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,8 @@ def plan_capacity(
     InvalidArgumentError
         For a number out of range.
     """
+    if weight_bytes is not None:
+        model = model.with_weights(weight_bytes)
     question = _Question(
         model,
         gpu_memory,
@@ -170,7 +172,7 @@ def plan_capacity(
         block_size,
         max_model_len or model.max_model_len or 0,
         max_num_seqs,
-        model.weight_bytes if weight_bytes is None else weight_bytes,
+        model.weight_bytes,
         reserve,
         utilization,
     )
@@ -215,7 +217,7 @@ def effects(
     found = []
     for name, change in changes.items():
         changed = plan(**change)
-        gain = changed.num_mean_requests / now.num_mean_requests if now.num_mean_requests else float("nan")
+        gain = changed.num_mean_requests / now.num_mean_requests if now.num_mean_requests else None
         found.append(Effect(name, changed, gain))
     return found
 

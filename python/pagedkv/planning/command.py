@@ -55,6 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, show tables, and write the file that was asked for."""
     model = read_model_config(arguments.model)
+    if arguments.weights is not None:
+        model = model.with_weights(arguments.weights)
     settings = {
         "request": Request(arguments.prompt, arguments.output, arguments.shared_prefix),
         "kv_cache_dtype": arguments.kv_cache_dtype,
@@ -62,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         "num_gpus": arguments.num_gpus,
         "max_model_len": arguments.max_model_len,
         "max_num_seqs": arguments.max_num_seqs,
-        "weight_bytes": arguments.weights,
         "reserve": arguments.reserve,
         "utilization": arguments.utilization,
     }
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         content = {"plan": asdict(capacity), "effects": [asdict(effect) for effect in changes]}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     return 0
 
 
@@ -102,7 +103,8 @@ def _show(model: ModelConfig, capacity: Capacity, changes: list[Effect]) -> None
     for effect in changes:
         changed = effect.capacity
         cells = [f"{changed.token_bytes:,.0f}", f"{changed.num_tokens:,}", f"{changed.num_mean_requests:,}"]
-        effect_table.add_row(effect.name, *cells, f"{effect.gain:.2f}", f"{changed.waste:.1%}")
+        gain = "none" if effect.gain is None else f"{effect.gain:.2f}"
+        effect_table.add_row(effect.name, *cells, gain, f"{changed.waste:.1%}")
     console.print(effect_table)
     for warning in capacity.warnings:
         console.print(f"note: {warning}", highlight=False)

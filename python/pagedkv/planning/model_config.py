@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEAD_DIM = ("head_dim", "kv_channels", "head_size")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "max_sequence_length")
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ESTIMATED = "weights are estimated from the configuration; --weights gives their bytes"
+# What no model comes near, and what planning, which looks at each layer, still does at once.
+_MOST_LAYERS = 100_000
+_MOST = 2**31 - 1
 _WITHOUT_KEYS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "moe", "mlp"}
 
 
@@ -57,6 +61,11 @@ class ModelConfig:
     weights_are_estimated: bool
     notes: list[str] = field(default_factory=list)
 
+    def with_weights(self, weight_bytes: int) -> ModelConfig:
+        """Return it with weights of these bytes, which are no estimate."""
+        notes = [note for note in self.notes if note != _ESTIMATED]
+        return replace(self, weight_bytes=weight_bytes, weights_are_estimated=False, notes=notes)
+
 
 def read_model_config(source: str | PathLike[str] | Mapping[str, Any]) -> ModelConfig:
     """Read the configuration of a model.
@@ -69,7 +78,7 @@ def read_model_config(source: str | PathLike[str] | Mapping[str, Any]) -> ModelC
     Raises
     ------
     InvalidArgumentError
-        For a file that is none, or a field that is missing or no number, by its name.
+        For a file that is none, or a field that is missing, no number or beyond any model's, by its name.
     UnsupportedError
         For an encoder, or a model none of whose layers keeps keys and values.
 
@@ -91,7 +100,7 @@ def read_model_config(source: str | PathLike[str] | Mapping[str, Any]) -> ModelC
     if content.get("is_encoder_decoder"):
         raise UnsupportedError("model: has an encoder (is_encoder_decoder), whose cache is not that of a decoder")
     notes: list[str] = []
-    num_layers, num_heads = fields.whole(_LAYERS), fields.whole(_HEADS)
+    num_layers, num_heads = fields.whole(_LAYERS, _MOST_LAYERS), fields.whole(_HEADS)
     num_kv_heads, head_dim = _kept(fields, num_heads, notes)
     windows = windows_of(text, num_layers, notes)
     layers = {
@@ -104,7 +113,7 @@ def read_model_config(source: str | PathLike[str] | Mapping[str, Any]) -> ModelC
     estimated = weight_bytes is None
     if weight_bytes is None:
         weight_bytes = count_parameters(text, num_layers, num_heads, num_kv_heads, head_dim) * _ITEM_BYTES[dtype]
-        notes.append("weights are estimated from the configuration; --weights gives their bytes")
+        notes.append(_ESTIMATED)
     longest = fields.optional(_LONGEST)
     name = str(content.get("_name_or_path") or content.get("model_type") or "model")
     return ModelConfig(name, layers, num_heads, dtype, longest, weight_bytes, estimated, notes)
@@ -116,7 +125,7 @@ class _Fields:
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._parts = [content, *(content[name] for name in ("attn_config",) if isinstance(content.get(name), Mapping))]
 
-    def optional(self, names: Iterable[str]) -> int | None:
+    def optional(self, names: Iterable[str], most: int = _MOST) -> int | None:
         for part in self._parts:
             for name in names:
                 value = part.get(name)
@@ -124,11 +133,13 @@ class _Fields:
                     continue
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise InvalidArgumentError(f"model: {name}: expected a whole number of at least 1, found {value!r}")
+                if value > most:
+                    raise InvalidArgumentError(f"model: {name}: expected at most {most:,}, found {value}")
                 return value
         return None
 
-    def whole(self, names: tuple[str, ...]) -> int:
-        value = self.optional(names)
+    def whole(self, names: tuple[str, ...], most: int = _MOST) -> int:
+        value = self.optional(names, most)
         if value is None:
             raise InvalidArgumentError(f"model: expected {names[0]} (or {', '.join(names[1:])}), found none of them")
         return value
