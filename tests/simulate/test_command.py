@@ -71,6 +71,32 @@ def test_simulate_drops_longer_requests_only_when_it_is_told_to(tmp_path, capsys
     assert row["finished"] == 1
 
 
+@pytest.mark.parametrize(("arguments", "fewer"), [(["--longest", 300], 600), (["--system-prompt", 1500], 600)])
+def test_simulate_drops_longer_requests_of_made_up_workloads(tmp_path, arguments, fewer):
+    arguments = ["sharegpt", "--seconds", 600, "--systems", "vllm", "--drop-longer", *arguments]
+    assert simulate(*arguments, "--json", tmp_path / "f.jsonl") == 0
+    [row] = [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
+    assert 0 < row["finished"] == row["requests"] < fewer
+
+
+def test_simulate_says_that_held_tokens_count_for_each_that_shares_them(tmp_path, capsys):
+    arguments = ["sharegpt", "--seconds", 60, "--rates", 3, "--beams", 6, "--systems", "pagedkv"]
+    assert simulate(*arguments, "--json", tmp_path / "f.jsonl") == 0
+    assert json.loads((tmp_path / "f.jsonl").read_text())["token_share"] > 1
+    assert "held" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    assert "tokens of shared blocks count for each sequence" in " ".join(capsys.readouterr().out.split())
+
+
+def test_simulate_repeats_a_table_whatever_its_file_is_called(tmp_path):
+    trace = tmp_path / "lengths.txt"
+    trace.write_text("prompt_tokens,output_tokens\n30,10\n20,10\n")
+    arguments = [trace, "--rates", 1, "--seconds", 5, "--systems", "vllm", "--json", tmp_path / "f.jsonl"]
+    assert simulate(*arguments) == 0
+    assert json.loads((tmp_path / "f.jsonl").read_text())["requests"] == 5
+
+
 def test_simulate_paper_prints_the_papers_value_beside_ours(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     arguments = ["paper", "--only", "fig2", "capacity", "--json", tmp_path / "p.jsonl", "--plots", tmp_path / "plots"]
@@ -95,6 +121,12 @@ def test_simulate_says_which_extra_has_the_plots(tmp_path, monkeypatch, capsys):
         (["nowhere.csv"], "workload: expected sharegpt, alpaca"),
         (["sharegpt", "--rates", "0"], "rate: expected requests a second, above 0, found 0.0"),
         (["sharegpt", "--recorded-arrivals"], "rate: expected requests a second for 'sharegpt', found None"),
+        (["sharegpt", "--seconds", "inf"], "seconds: expected a time above 0, finite, found inf"),
+        (["sharegpt", "--seconds", "nan"], "seconds: expected a time above 0, finite, found nan"),
+        (["sharegpt", "--seconds", "0"], "seconds: expected a time above 0, finite, found 0.0"),
+        (["sharegpt", "--seconds=-5"], "seconds: expected a time above 0, finite, found -5.0"),
+        (["sharegpt", "--seconds", "1e300"], "rate x seconds: expected at most 100,000,000 requests, found 1e+300"),
+        (["sharegpt", "--cost-argument", "foo=1"], "cost: expected arguments of fitted: base, per_seq"),
         (["sharegpt", "--cost", "profile"], "--profile: expected a file of measured steps"),
         (["sharegpt", "--cost-argument", "base"], "--cost-argument: expected NAME=NUMBER, found base"),
         (["paper", "--only", "fig3"], "--only: expected fig2, fig13"),

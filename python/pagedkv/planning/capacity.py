@@ -93,7 +93,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change would bring: a name, the plan with it, and how many times the requests fit; None if none does now."""
+    """What a change would bring: a name, the plan with it, and how many times the requests fit; None if none does."""
 
     name: str
     capacity: Capacity

@@ -4,6 +4,9 @@ Every system sees the same requests. A workload is made up (sharegpt, alpaca, tr
 the columns prompt_tokens and output_tokens, Azure's LLM traces, or JSON lines such as Mooncake's and what
 TraceRecorder writes. `paper` runs the experiments of the paper and prints its values beside ours.
 
+"tokens held" is a share of the pool's slots, in which tokens of shared blocks count for each sequence that holds them:
+with samples, beams or shared prefixes it can be above 100 %.
+
     pagedkv simulate sharegpt --rates 0.5 1 1.5 2 --plot latency.svg
     pagedkv simulate requests.jsonl --recorded-arrivals --systems pagedkv vllm --longest 32768 --num-slots 200000
     pagedkv simulate lengths.csv --rates 1 2 --longest 2048 --drop-longer
@@ -34,7 +37,7 @@ SHOWN = {
     "first_token_p99": ("first p99", "{:.3f}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "mean_requests": ("batch", "{:.1f}"),
-    "token_share": ("tokens in pool", "{:.1%}"),
+    "token_share": ("tokens held", "{:.1%}"),
     "saving": ("saved", "{:.1%}"),
     "hit_rate": ("hits", "{:.1%}"),
     "recomputed": ("recomputed", "{:,.0f}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 MADE_UP = ("sharegpt", "alpaca", "translation", "chat")
 SYSTEMS = ("pagedkv", "vllm", "orca_oracle", "orca_pow2", "orca_max", "fastertransformer")
+# A workload is made at once, in memory.
+MOST_REQUESTS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,30 @@ class Load:
 
     def make(self) -> Workload:
         """Return the workload."""
-        workload = self._made_up() if self.source in MADE_UP else self._recorded()
+        workload = self._shorter(self._made_up()) if self.source in MADE_UP else self._recorded()
         if self.prefix_tokens:
-            workload = workload.with_shared_prefix(self.prefix_tokens)
+            workload = self._shorter(workload.with_shared_prefix(self.prefix_tokens))
         return workload if self.n == 1 and not self.beam else workload.with_sampling(self.n, beam=self.beam)
+
+    def _shorter(self, workload: Workload) -> Workload:
+        if self.shorter_than is None:
+            return workload
+        workload = workload.shorter_than(self.shorter_than)
+        if not len(workload):
+            raise InvalidArgumentError(f"source: expected requests below {self.shorter_than} tokens, found none")
+        return workload
 
     def _count(self) -> int:
         if self.rate is None:
             raise InvalidArgumentError(f"rate: expected requests a second for {self.source!r}, found None")
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise InvalidArgumentError(f"rate: expected requests a second, above 0, found {self.rate}")
-        count = max(1, round(self.rate * self.seconds))
-        return count if self.max_requests is None else min(count, self.max_requests)
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise InvalidArgumentError(f"seconds: expected a time above 0, finite, found {self.seconds}")
+        count = min(self.rate * self.seconds, math.inf if self.max_requests is None else self.max_requests)
+        if count > MOST_REQUESTS:
+            raise InvalidArgumentError(f"rate x seconds: expected at most {MOST_REQUESTS:,} requests, found {count:g}")
+        return max(1, round(count))
 
     def _made_up(self) -> Workload:
         count = self._count()
@@ -93,19 +108,19 @@ class Load:
 
     def _recorded(self) -> Workload:
         path = Path(self.source)
-        workload = Workload.read_jsonl(path) if path.suffix in {".jsonl", ".json"} else Workload.read_table(path)
-        if self.shorter_than is not None:
-            workload = workload.shorter_than(self.shorter_than)
-            if not len(workload):
-                raise InvalidArgumentError(f"source: expected requests below {self.shorter_than} tokens, found none")
+        has_prefixes = path.suffix in {".jsonl", ".json"}
+        workload = self._shorter(Workload.read_jsonl(path) if has_prefixes else Workload.read_table(path))
         if self.rate is None:
             return workload if self.max_requests is None else workload.first(self.max_requests)
-        return self._rearranged(workload)
+        return self._rearranged(workload, has_prefixes=has_prefixes)
 
-    def _rearranged(self, workload: Workload) -> Workload:
-        """Return as many of the trace's requests as the rate asks for, shuffled; repeated where there are too few."""
+    def _rearranged(self, workload: Workload, *, has_prefixes: bool) -> Workload:
+        """Return as many of the trace's requests as the rate asks for, shuffled; repeated where there are too few.
+
+        A table has lengths alone; requests with prefixes keep their order, and are not repeated.
+        """
         count = self._count()
-        if Path(self.source).suffix == ".csv":
+        if not has_prefixes:
             chosen = np.random.default_rng(self.seed).permutation(np.arange(count) % len(workload))
             lengths = workload.prompt_tokens[chosen], workload.output_tokens[chosen]
             return Workload.from_lengths(*lengths, [0.0] * count).with_arrivals(self.rate, seed=self.seed)
@@ -158,6 +173,9 @@ def make_cost_model(cost: tuple[str, dict[str, Any]]) -> CostModel:
     }
     if kind not in makers:
         raise InvalidArgumentError(f"cost: expected one of {', '.join(makers)}, found {kind!r}")
+    known = list(inspect.signature(makers[kind]).parameters)
+    if unknown := [name for name in arguments if name not in known]:
+        raise InvalidArgumentError(f"cost: expected arguments of {kind}: {', '.join(known)}; found {unknown[0]}")
     return makers[kind](**arguments)
 
 
@@ -165,6 +183,7 @@ def execute(run: Run) -> dict[str, float]:
     """Run it and return its figures by name.
 
     `normalized_latency` is the mean over requests that ended of seconds from arrival to end per token of the answer.
+    `token_share` counts the tokens of shared blocks for each sequence that holds them: it can be above 1.
     """
     workload, machine = run.load.make(), run.machine
     simulation = simulate(
