@@ -281,6 +281,17 @@ fn a_request_longer_than_the_pool_is_refused_by_its_place() {
 }
 
 #[test]
+fn a_static_batch_refuses_a_request_longer_than_the_pool() {
+    let lengths =
+        [(4, 4), (15, 5), (15, 6)].map(|(prompt_tokens, output_tokens)| Lengths { prompt_tokens, output_tokens });
+    let workload = Arc::new(Workload::new(&lengths, &[0.0; 3]).unwrap());
+    let limits = |num_blocks| Limits { num_blocks, ..LIMITS };
+    let error = StaticBatch::new(workload.clone(), limits(5), 3).unwrap_err().to_string();
+    assert_eq!(error, "request 2: prompt_tokens + output_tokens: expected at most 20 (slots of the pool), found 21");
+    assert!(StaticBatch::new(workload, limits(6), 3).is_ok());
+}
+
+#[test]
 fn nothing_is_planned_after_the_end() {
     let workload = crowd(Sampling::Parallel(1));
     let mut paper = system("vllm", &workload).unwrap();

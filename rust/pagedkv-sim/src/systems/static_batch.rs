@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::{Ended, Holdings, Limits, Preemptions, System};
 use crate::cost::Work;
-use crate::error::{Result, invalid};
+use crate::error::{Result, SimError, invalid};
 use crate::workload::{Sampling, Workload};
 
 /// Tokens by which a batch must stay below the model's length.
@@ -33,8 +33,8 @@ impl StaticBatch {
     /// A system with nothing to do.
     ///
     /// # Errors
-    /// Those of [`Limits::validate`] and [`Workload::check_lengths`]; [`crate::SimError::InvalidArgument`] for an empty
-    /// batch, or for more than one sample.
+    /// Those of [`Limits::validate`] and [`Workload::check_lengths`]; [`SimError::InvalidArgument`] for an empty batch, or
+    /// for more than one sample; [`SimError::InvalidRequest`] for a request that no empty pool could hold.
     pub fn new(workload: Arc<Workload>, limits: Limits, batch_size: u32) -> Result<Self> {
         limits.validate()?;
         workload.check_lengths(limits.max_model_len)?;
@@ -44,6 +44,7 @@ impl StaticBatch {
         if workload.sampling != Sampling::Parallel(1) {
             return invalid("sampling", "one sample for each request of a static batch", workload.sampling.width());
         }
+        check_requests(&workload, limits.num_blocks * limits.block_size)?;
         Ok(Self {
             workload,
             limits,
@@ -75,6 +76,22 @@ impl StaticBatch {
             self.waiting.pop_front();
         }
     }
+}
+
+fn check_requests(workload: &Workload, slots: u32) -> Result<()> {
+    for (request, index) in workload.requests.iter().zip(0..) {
+        let found = request.prompt_tokens + request.output_tokens;
+        if found > slots {
+            return Err(SimError::InvalidRequest {
+                index,
+                line: request.line,
+                field: "prompt_tokens + output_tokens",
+                expected: format!("at most {slots} (slots of the pool)"),
+                found: found.to_string(),
+            });
+        }
+    }
+    Ok(())
 }
 
 impl System for StaticBatch {
