@@ -1,7 +1,15 @@
 """Wrong requests: each is answered with an error in OpenAI's form that names the field, and the server lives."""
 
+import inspect
+
 import pytest
 
+pytest.importorskip("transformers")
+from transformers import PreTrainedTokenizerBase
+
+from pagedkv.engine.sample import Sample
+
+APPLY = PreTrainedTokenizerBase.apply_chat_template
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAY = [{"role": "user", "content": "hello"}]
 
@@ -43,6 +51,7 @@ MALFORMED = [
     (COMPLETIONS, completion(n=1.5), 400, "n"),
     (COMPLETIONS, completion(n="3"), 400, "n"),
     (COMPLETIONS, completion(n=17), 400, "n"),
+    (COMPLETIONS, completion(n=2**70), 400, "n"),
     (COMPLETIONS, completion(n=2, temperature=0), 400, "n"),
     (COMPLETIONS, completion(temperature=-1), 400, "temperature"),
     (COMPLETIONS, completion(temperature="hot"), 400, "temperature"),
@@ -82,6 +91,13 @@ MALFORMED = [
     (COMPLETIONS, completion(priority="high"), 400, "priority"),
     (COMPLETIONS, completion(cache_salt=""), 400, "cache_salt"),
     (COMPLETIONS, completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    (COMPLETIONS, completion(request_id=""), 400, "request_id"),
+    (COMPLETIONS, completion(request_id="a\r\nX-Evil: 1"), 400, "request_id"),
+    (COMPLETIONS, completion(request_id="a\n"), 400, "request_id"),
+    (COMPLETIONS, completion(request_id="é✓"), 400, "request_id"),
+    (COMPLETIONS, completion(request_id=" a"), 400, "request_id"),
+    (COMPLETIONS, completion(request_id="a "), 400, "request_id"),
+    (COMPLETIONS, completion(request_id="a" * 257), 400, "request_id"),
     (COMPLETIONS, completion(temprature=1), 400, "temprature"),
     (CHAT, {}, 400, "messages"),
     (CHAT, chat(messages=[]), 400, "messages"),
@@ -102,7 +118,8 @@ MALFORMED = [
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
     (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
     (CHAT, chat(chat_template="{{ x }}"), 400, "chat_template"),
-    (CHAT, chat(chat_template_kwargs={"unknown": 1}), 400, "messages"),
+    (CHAT, chat(chat_template_kwargs={"unknown": 1}), 400, "chat_template_kwargs"),
+    (CHAT, chat(request_id="a\r\nX-Evil: 1"), 400, "request_id"),
     (CHAT, chat(continue_final_message=True), 400, "continue_final_message"),
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": 5}, 400, "prompt"),
@@ -147,3 +164,57 @@ def test_wrong_method_is_told_in_the_same_form(server):
 def test_other_content_is_refused(server):
     answer = server.post(COMPLETIONS, "prompt=abcd", headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
+
+
+def test_more_samples_than_seats_are_refused_before_one_is_made(server, monkeypatch):
+    made = []
+
+    def make(*arguments):
+        made.append(arguments)
+        return Sample(*arguments)
+
+    monkeypatch.setattr("pagedkv.engine.admission.Sample", make)
+    answer = server.post(COMPLETIONS, completion(n=1000))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    assert answer.json()["error"]["message"] == "n: expected at most max_num_seqs=16, found 1000"
+    assert made == []
+
+
+@pytest.mark.parametrize("name", [*sorted({*inspect.signature(APPLY).parameters} - {"self", "kwargs"}), "messages"])
+def test_options_of_the_tokenizer_are_no_variables_of_a_template(server, name):
+    answer = server.post(CHAT, chat(chat_template_kwargs={name: "{{ 1 }}"}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert name in error["message"]
+    assert "set by the server" in error["message"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, TypeError, ZeroDivisionError, AttributeError, RecursionError])
+def test_failure_of_a_template_names_the_field_that_caused_it(server, monkeypatch, failure):
+    def render(messages, level=None, **options):
+        if level == "wrong" or messages[0]["content"] == "wrong":
+            raise failure("no such level")
+        return "text"
+
+    monkeypatch.setattr(server.engine.engine.get_tokenizer(), "apply_chat_template", render, raising=False)
+    wrong = [{"role": "user", "content": "wrong"}]
+    bodies = {
+        "messages": chat(messages=wrong, chat_template_kwargs={"level": "high"}),
+        "chat_template_kwargs": chat(chat_template_kwargs={"level": "wrong"}),
+    }
+    for field, body in bodies.items():
+        answer = server.post(CHAT, body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"] == f"{field}: expected what the chat template takes, found no such level"
+
+
+@pytest.mark.parametrize("found", ["é✓", "a\tb", "a" * 257])
+def test_header_that_can_name_no_request_is_refused(server, found):
+    answer = server.post(COMPLETIONS, completion(), headers={"X-Request-Id": found.encode()})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "x-request-id")
+    assert error["message"].startswith("x-request-id: expected 1 to 256 printable ASCII characters")
+    # A header that is not needed is not looked at.
+    answer = server.post(COMPLETIONS, completion(request_id="my own"), headers={"X-Request-Id": found.encode()})
+    assert (answer.status_code, answer.headers["X-Request-Id"]) == (200, "cmpl-my own")

@@ -58,6 +58,16 @@ def test_completion_scores_a_prompt_alone(client):
     assert found.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize(("kept", "text"), [(2, "cd"), (9, "abcd")])
+def test_echo_is_the_text_of_the_tokens_that_truncation_keeps(client, kept, text):
+    more = {"truncate_prompt_tokens": kept}
+    found = client.completions.create(model="tiny", prompt="abcd", max_tokens=0, echo=True, logprobs=0, extra_body=more)
+    choice = found.choices[0]
+    assert choice.text == text
+    assert choice.logprobs.tokens == list(text)
+    assert choice.logprobs.text_offset == list(range(len(text)))
+
+
 def test_chat_completion_has_a_message_and_usage(client):
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=5)
     assert found.id.startswith("chatcmpl-")

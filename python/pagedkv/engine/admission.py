@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedkv.engine.adjustments import Rules
 from pagedkv.engine.beam_search import BeamSearch, BeamSearchParams
-from pagedkv.engine.checks import check_requested_tokens, check_token_ids
+from pagedkv.engine.checks import check_requested_tokens, check_token_ids, mistake
 from pagedkv.engine.request import EngineRequest
 from pagedkv.engine.sample import Sample
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -73,6 +73,7 @@ class Admission:
         EngineRequest
             With nothing computed yet.
         """
+        self._check_seats(params)
         check_token_ids(prompt_token_ids, self._vocab_size)
         if isinstance(params, BeamSearchParams):
             beams = BeamSearch(params, () if params.ignore_eos else self._eos_token_ids)
@@ -103,6 +104,13 @@ class Admission:
             "needs_commit": needs_commit,
             "use_prefix_cache": params.prompt_logprobs is None,
         }
+
+    def _check_seats(self, params: SamplingParams | BeamSearchParams) -> None:
+        # The scheduler refuses them too, but after everything that is kept per sample was made.
+        most = self._limits.max_num_seqs
+        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
+        if (found := getattr(params, name)) > most:
+            raise mistake(name, f"at most max_num_seqs={most}", found)
 
     def _ends_of(self, params: SamplingParams) -> list[int]:
         own = set(params.stop_token_ids or ())

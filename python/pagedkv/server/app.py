@@ -30,6 +30,7 @@ from pagedkv.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+    check_request_id,
 )
 from pagedkv.server.state import engine_state
 
@@ -277,7 +278,10 @@ class Server:
 
 
 def _name(kind: str, request: Request, body: Any) -> str:
-    own = body.request_id or request.headers.get("x-request-id", "")[:256] or uuid.uuid4().hex
+    own = body.request_id
+    if own is None and (own := request.headers.get("x-request-id")):
+        check_request_id("x-request-id", own)
+    own = own or uuid.uuid4().hex
     return f"{kind}-{own}"
 
 

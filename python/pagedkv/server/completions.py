@@ -106,14 +106,18 @@ class Completion:
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._body.echo:
-            self._put_prompt_first(choice, output, sample)
+            self._put_prompt_first(choice, index, output, sample)
         return choice
 
-    def _put_prompt_first(self, choice: dict[str, Any], output: RequestOutput, sample: CompletionOutput) -> None:
+    def _put_prompt_first(
+        self, choice: dict[str, Any], index: int, output: RequestOutput, sample: CompletionOutput
+    ) -> None:
         codec = self._generator.engine.engine.text
         decode = codec.decode(skip_special_tokens=self._body.skip_special_tokens)
         prompt = output.prompt
-        if prompt is None:
+        given = self._prompts[index // self._body.n]
+        # What truncation left has no text of its own.
+        if prompt is None or len(output.prompt_token_ids) < len(given.token_ids):
             prompt = decode(output.prompt_token_ids) if decode is not None else ""
         is_alone = self._is_prompt_alone
         choice["text"] = prompt + ("" if is_alone else sample.text)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.engine import RequestOutputKind, SamplingParams
@@ -77,14 +78,24 @@ class Generator:
 
     def render(self, body: Any) -> str:
         """Return a conversation as the chat template writes it."""
-        options = dict(getattr(body, "chat_template_kwargs", {}))
-        options["add_generation_prompt"] = body.add_generation_prompt
-        options["continue_final_message"] = getattr(body, "continue_final_message", False)
-        messages = [message.as_dict() for message in body.messages]
+        variables = getattr(body, "chat_template_kwargs", {})
+        render = partial(
+            self.engine.engine.text.render_chat,
+            [message.as_dict() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=getattr(body, "continue_final_message", False),
+        )
         try:
-            return self.engine.engine.text.render_chat(messages, **options)
+            return render(**variables)
         except InvalidArgumentError as error:
-            raise APIError(400, str(error), "messages") from error
+            field, message = "messages", str(error)
+            if variables:
+                # The template's variables are at fault where it takes the messages without them.
+                with contextlib.suppress(InvalidArgumentError):
+                    render()
+                    field = "chat_template_kwargs"
+                    message = f"{field}: {message.removeprefix('messages: ')}"
+            raise APIError(400, message, field) from error
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -9,6 +10,34 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pagedkv.server.errors import APIError
 
 _MAX_LOGPROBS = 20
+
+# A request's name comes back in a header of the answer.
+_REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+# What the server tells `apply_chat_template` itself, and names of what that hands on: no variables of a template.
+_RESERVED_VARIABLES = frozenset(
+    [
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "compiled_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "generation_indices",
+    ]
+)
 
 # Fields that change nothing here: accounts, storage and routing of OpenAI's own service.
 _Ignored = Annotated[Any, Field(default=None)]
@@ -95,7 +124,7 @@ class _Generation(_Body):
     prompt_logprobs: int | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: str | None = None
     return_token_ids: bool = False
     response_format: Any = None
     structured_outputs: Any = None
@@ -110,6 +139,8 @@ class _Generation(_Body):
             found = getattr(self, name)
             if found is not None and found not in harmless:
                 raise APIError(400, f"{name}: expected nothing, because it is not implemented, found {found!r}", name)
+        if self.request_id is not None:
+            check_request_id("request_id", self.request_id)
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options: expected nothing, because stream is false", "stream_options")
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= _MAX_LOGPROBS:
@@ -213,6 +244,9 @@ class ChatCompletionRequest(_Generation):
                 raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
             if not 0 <= self.top_logprobs <= _MAX_LOGPROBS:
                 raise _out_of_range("top_logprobs", self.top_logprobs)
+        if reserved := sorted(_RESERVED_VARIABLES.intersection(self.chat_template_kwargs)):
+            message = f"chat_template_kwargs: expected none of what is set by the server, found {', '.join(reserved)}"
+            raise APIError(400, message, "chat_template_kwargs")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message: expected false, because add_generation_prompt is true"
             raise APIError(400, message, "continue_final_message")
@@ -241,6 +275,22 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def check_request_id(field: str, found: str) -> None:
+    """Refuse a name that could not stand in a header as it is.
+
+    Parameters
+    ----------
+    field : str
+        Where it was found.
+    found : str
+        The name.
+    """
+    if _REQUEST_ID.fullmatch(found) is None:
+        expected = "1 to 256 printable ASCII characters without a space at either end"
+        shown = repr(found) if len(found) <= 256 else f"{len(found)} characters"
+        raise APIError(400, f"{field}: expected {expected}, found {shown}", field)
 
 
 def _token_id(text: str) -> int:
