@@ -65,6 +65,22 @@ def test_paged_attention_matches_oracle_when_scores_have_linear_biases(make_batc
     assert_matches_oracle(batch, alibi_slopes=slopes, soft_cap=20.0, sliding_window=200)
 
 
+@pytest.mark.parametrize("rise", [-2.0, -0.02, 0.01, 0.03, 0.05, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_paged_attention_matches_oracle_when_scores_rise_or_fall_along_the_keys(
+    make_batch, assert_matches_oracle, dtype, rise
+):
+    """Running maxima follow at once, follow late, or never; by little, the weights grow beyond 1 for a while."""
+    length, block_size = 600, 16
+    batch = make_batch([(length, 70), (length, 1)], dtype=dtype, block_size=block_size, head_dim=64)
+    batch.q[:, :, 0] = 8.0  # the square root of head_dim: the first element of a key is added to its score
+    for row in batch.rows.tolist():
+        for position in range(length):
+            block = batch.block_table[row, position // block_size]
+            batch.k_cache[block, :, position % block_size, 0] = rise * position
+    assert_matches_oracle(batch)
+
+
 @pytest.mark.parametrize("dtype", FP8, ids=name)
 @pytest.mark.parametrize("q_dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("head_dim", [8, 40, 128])

@@ -14,7 +14,7 @@ use super::hidden::{WeightLayout, add_visible};
 use super::plan::Sequence;
 use super::rows;
 use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
-use crate::kernels::{Group, Groups, STRIP_TOKENS, Scores, Strip};
+use crate::kernels::{Group, Groups, STRIP_TOKENS, Scores, State, Strip};
 use crate::view::View;
 
 /// Buffers of one thread, kept between calls.
@@ -172,14 +172,11 @@ impl Item<'_> {
             let tokens_per_step = self.lanes / group.rows;
             let has_slopes = self.fill_slopes(scratch, kv_head, &group, tokens);
             let slopes = scratch.slopes.start().cast_const();
-            let state = (index * self.num_groups + group.index) * self.lanes;
+            let at = (index * self.num_groups + group.index) * self.lanes;
             let scores = Scores {
                 values: scratch.scores.start().wrapping_add(group.first * STRIP_TOKENS),
                 num_steps: tokens.len().div_ceil(tokens_per_step),
                 rows: group.rows,
-                max: scratch.max.start().wrapping_add(state),
-                sum: scratch.sum.start().wrapping_add(state),
-                shrink: scratch.shrink.start().wrapping_add(state),
                 rule: &rule,
                 slopes: if has_slopes { slopes } else { std::ptr::null() },
                 distances: slopes.wrapping_add(self.lanes),
@@ -187,8 +184,13 @@ impl Item<'_> {
                 visible: if bits.is_null() { bits } else { bits.wrapping_add(group.first) },
                 words: 1,
             };
+            let state = State {
+                max: scratch.max.start().wrapping_add(at),
+                sum: scratch.sum.start().wrapping_add(at),
+                shrink: scratch.shrink.start().wrapping_add(at),
+            };
             // SAFETY: the kernels are those of this processor, and `start` made room for the state of every group.
-            unsafe { (self.call.few.kernels.values.soften)(&scores) };
+            unsafe { (self.call.few.kernels.values.soften)(&scores, &state) };
         }
     }
 

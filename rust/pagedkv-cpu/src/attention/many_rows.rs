@@ -10,7 +10,7 @@ use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
 use super::plan::Sequence;
 use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
-use crate::kernels::{Panel, Product, RowScores};
+use crate::kernels::{Panel, Product, RowScores, Scores, State};
 use crate::view::View;
 
 /// Keys that are laid out together.
@@ -265,21 +265,26 @@ impl Item<'_> {
             return;
         }
         let slope_stride = self.fill_slopes(scratch, rows.clone(), tokens);
-        let scores = RowScores {
+        let slopes = scratch.slopes.start().cast_const();
+        let first = Scores {
             values: self.scores_of(&mut scratch.scores, rows.start),
-            stride: TILE_TOKENS,
             num_steps: end.next_multiple_of(self.block_tokens()) / self.lanes,
-            rows,
-            max: scratch.max.start(),
-            sum: scratch.sum.start(),
-            shrink: scratch.shrink.start(),
+            rows: 1,
             rule: &self.call.rule(&self.call.many, self.kv_head()),
-            slopes: if slope_stride > 0 { scratch.slopes.start().cast_const() } else { std::ptr::null() },
-            slope_stride,
+            slopes: if slope_stride > 0 { slopes } else { std::ptr::null() },
+            distances: slopes.wrapping_add(self.lanes),
             has_all_distances: self.sequence().has_tree_keys(tokens),
             visible: if is_whole { std::ptr::null() } else { scratch.bits.as_ptr() },
             words: WORDS,
+        };
+        let Scratch { max, sum, shrink, .. } = scratch;
+        let scores = RowScores {
+            first,
+            stride: TILE_TOKENS,
+            slope_stride,
+            rows,
             group: self.call.plan.cut.group,
+            state: State { max: max.start(), sum: sum.start(), shrink: shrink.start() },
         };
         // SAFETY: the kernels are those of this processor, and `start` made room for the state of every row.
         unsafe { (self.call.many.kernels.values.soften_rows)(&scores) };

@@ -6,7 +6,7 @@ use super::panels::{self, KeyCells, PackFn, Panel, ValueCells};
 use super::product::{self, Cells, Product, ProductFn};
 use super::score::{self, KeyForm};
 use super::score_packed::{self, PackedForm};
-use super::soften::{self, RowScores, Scores, WeightForm};
+use super::soften::{self, RowScores, Scores, State, WeightForm};
 use super::weigh::{self, ValueForm};
 use super::{ScoreFn, SoftenFn, SoftenRowsFn, Strip, WeighFn};
 use crate::isa::Isa;
@@ -172,9 +172,9 @@ macro_rules! kernels {
             }
 
             $(#[$attribute])*
-            unsafe fn soften<W: WeightForm<$vector>>(group: &Scores<'_>) {
+            unsafe fn soften<W: WeightForm<$vector>>(group: &Scores<'_>, state: &State) {
                 // SAFETY: the caller's promise.
-                unsafe { soften::soften::<$vector, W>(group) }
+                unsafe { soften::soften::<$vector, W>(group, state) }
             }
 
             $(#[$attribute])*

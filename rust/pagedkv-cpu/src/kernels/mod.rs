@@ -27,7 +27,7 @@ pub(crate) use amx::is_available as is_amx_available;
 pub(crate) use dispatch::{Kernels, Rows};
 pub(crate) use panels::Panel;
 pub(crate) use product::Product;
-pub(crate) use soften::{RowScores, ScoreRule, Scores};
+pub(crate) use soften::{RowScores, ScoreRule, Scores, State};
 
 /// Tokens that few rows are scored against before their softmax is carried on; two blocks of the default size.
 pub(crate) const STRIP_TOKENS: usize = 32;
@@ -62,8 +62,8 @@ pub(crate) type ScoreFn = unsafe fn(*const u8, usize, &Strip, *mut f32);
 ///
 /// # Safety
 ///
-/// The processor has the instructions, and the pointers of [`Scores`] have room for what they say.
-pub(crate) type SoftenFn = unsafe fn(&Scores<'_>);
+/// The processor has the instructions, and the pointers of [`Scores`] and [`State`] have room for what they say.
+pub(crate) type SoftenFn = unsafe fn(&Scores<'_>, &State);
 
 /// Carries on the softmax of many rows.
 ///

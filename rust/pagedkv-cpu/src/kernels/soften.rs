@@ -21,17 +21,13 @@ pub(crate) struct ScoreRule {
 }
 
 /// The scores of one group, `[step][row][token of the step]`.
+#[derive(Clone, Copy)]
 pub(crate) struct Scores<'a> {
     /// One vector per step. Weights take their place: float32, or bfloat16 in the first half of the memory.
     pub(crate) values: *mut f32,
     pub(crate) num_steps: usize,
     /// Rows of the group: 1, 2 or 4.
     pub(crate) rows: usize,
-    /// One vector each: the largest score so far in all lanes of a row, the sum of weights spread over them, and what
-    /// earlier weights must be multiplied by.
-    pub(crate) max: *mut f32,
-    pub(crate) sum: *mut f32,
-    pub(crate) shrink: *mut f32,
     pub(crate) rule: &'a ScoreRule,
     /// One vector, or null: slopes of `ALiBi`.
     pub(crate) slopes: *const f32,
@@ -43,56 +39,63 @@ pub(crate) struct Scores<'a> {
     pub(crate) words: usize,
 }
 
-/// The scores of rows that lie one after another, and the state of their softmax, a number per row.
+impl Scores<'_> {
+    /// Whether scores are products times a factor and nothing else, and the factor that makes powers of two of them.
+    #[inline(always)]
+    fn factor(&self) -> (bool, f32) {
+        let is_plain = self.rule.soft_cap.is_none() && self.slopes.is_null() && self.rule.scale > 0.0;
+        (is_plain, if is_plain { self.rule.scale * LOG2_E } else { LOG2_E })
+    }
+}
+
+/// How far the softmax of a group, or of many rows, has come.
+pub(crate) struct State {
+    /// The largest score so far: of a group one vector, the same in all lanes of a row; of many rows a number each, with
+    /// room for a whole vector behind the last.
+    pub(crate) max: *mut f32,
+    /// The sum of weights; of a group spread over the lanes of each row.
+    pub(crate) sum: *mut f32,
+    /// What earlier weights must be multiplied by.
+    pub(crate) shrink: *mut f32,
+}
+
+/// The scores of rows that lie one after another, each a group of its own.
 ///
-/// Maxima lag behind: one follows only a score that is 2^[`SLACK`] times as heavy, so that sums and accumulators are
-/// seldom multiplied by anything.
+/// Their maxima lag behind: one follows only a score that is 2^[`SLACK`] times as heavy, so that sums and accumulators are
+/// seldom multiplied by anything. On the way they may be as many times larger than with maxima that follow at once.
 pub(crate) struct RowScores<'a> {
-    /// `num_steps` vectors per row, and floats from one row to the next. Weights take their place as in [`Scores`].
-    pub(crate) values: *mut f32,
+    /// Of the first row; `visible` is that of the item's first query.
+    pub(crate) first: Scores<'a>,
+    /// Floats from the scores of a row to those of the next, and from its slopes and distances to the next.
     pub(crate) stride: usize,
-    pub(crate) num_steps: usize,
+    pub(crate) slope_stride: usize,
     /// Which rows of the item; the state of the first one lies at a whole vector.
     pub(crate) rows: Range<usize>,
-    /// Of the first row of the item, with room for a whole vector at the end.
-    pub(crate) max: *mut f32,
-    pub(crate) sum: *mut f32,
-    pub(crate) shrink: *mut f32,
-    pub(crate) rule: &'a ScoreRule,
-    /// A vector of the row's slope and the distances to its keys as in [`Scores`], and the floats from there to those of
-    /// the next row; null without slopes.
-    pub(crate) slopes: *const f32,
-    pub(crate) slope_stride: usize,
-    pub(crate) has_all_distances: bool,
-    /// As in [`Scores`], for each query of the item, of which there are `group` rows.
-    pub(crate) visible: *const u64,
-    pub(crate) words: usize,
+    /// Rows of a query, which see the same.
     pub(crate) group: usize,
+    /// Of the item's first row on.
+    pub(crate) state: State,
 }
 
 /// How much larger than the maximum a score may be, as a power of two.
 const SLACK: f32 = 4.0;
 
 impl<'a> RowScores<'a> {
-    /// The scores of row `i` of them, without a state.
+    /// The scores of row `i` of them.
     #[inline(always)]
-    fn row(&self, i: usize, lanes: usize) -> Scores<'a> {
-        let nothing = std::ptr::null_mut();
-        let bits = (self.rows.start + i) / self.group * self.words;
-        let slopes = if self.slopes.is_null() { self.slopes } else { self.slopes.wrapping_add(i * self.slope_stride) };
+    fn row(&self, i: usize) -> Scores<'a> {
+        let first = &self.first;
+        let bits = (self.rows.start + i) / self.group * first.words;
         Scores {
-            values: self.values.wrapping_add(i * self.stride),
-            num_steps: self.num_steps,
-            rows: 1,
-            max: nothing,
-            sum: nothing,
-            shrink: nothing,
-            rule: self.rule,
-            slopes,
-            distances: slopes.wrapping_add(lanes),
-            has_all_distances: self.has_all_distances,
-            visible: if self.visible.is_null() { self.visible } else { self.visible.wrapping_add(bits) },
-            words: self.words,
+            values: first.values.wrapping_add(i * self.stride),
+            slopes: if first.slopes.is_null() {
+                first.slopes
+            } else {
+                first.slopes.wrapping_add(i * self.slope_stride)
+            },
+            distances: first.distances.wrapping_add(i * self.slope_stride),
+            visible: if first.visible.is_null() { first.visible } else { first.visible.wrapping_add(bits) },
+            ..*first
         }
     }
 }
@@ -142,14 +145,14 @@ impl<V: Bf16Dot> WeightForm<V> for Rounded {
 ///
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn soften<V: Vector, W: WeightForm<V>>(group: &Scores<'_>) {
+pub(super) unsafe fn soften<V: Vector, W: WeightForm<V>>(group: &Scores<'_>, state: &State) {
     // SAFETY: the caller's promise.
     unsafe {
         match (group.rows, V::LANES) {
-            (4, 16) | (2, 8) => soften_group::<V, W, 4>(group),
-            (2, 16) | (1, 8) => soften_group::<V, W, 8>(group),
-            (1, _) => soften_group::<V, W, 16>(group),
-            _ => soften_group::<V, W, 2>(group),
+            (4, 16) | (2, 8) => soften_group::<V, W, 4>(group, state),
+            (2, 16) | (1, 8) => soften_group::<V, W, 8>(group, state),
+            (1, _) => soften_group::<V, W, 16>(group, state),
+            _ => soften_group::<V, W, 2>(group, state),
         }
     }
 }
@@ -176,19 +179,20 @@ pub(super) unsafe fn soften_rows<V: Vector, W: WeightForm<V>>(rows: &RowScores<'
 #[inline(always)]
 unsafe fn soften_lanes<V: Vector, W: WeightForm<V>, const LANES: usize>(rows: &RowScores<'_>, first: usize) {
     let count = LANES.min(rows.rows.len() - first);
-    let is_plain = rows.rule.soft_cap.is_none() && rows.slopes.is_null() && rows.rule.scale > 0.0;
-    let factor = if is_plain { rows.rule.scale * LOG2_E } else { LOG2_E };
-    let state = rows.rows.start + first;
+    let (is_plain, factor) = rows.first.factor();
+    let at = rows.rows.start + first;
+    let [max_at, sum_at, shrink_at] =
+        [&rows.state.max, &rows.state.sum, &rows.state.shrink].map(|x| x.wrapping_add(at));
     // SAFETY: the caller's promise: a state per lane, and `num_steps` vectors of scores per row.
     unsafe {
         let factor = V::splat(factor);
         let mut largest = [[f32::NEG_INFINITY; LANES]; LANES];
         for (i, largest) in largest.iter_mut().enumerate().take(count) {
-            let row = rows.row(first + i, LANES);
+            let row = rows.row(first + i);
             finish_scores::<V, LANES>(&row, is_plain).store(largest.as_mut_ptr());
         }
         let largest = largest_of_rows::<V, LANES>(&largest).mul(factor);
-        let old = V::load(rows.max.add(state));
+        let old = V::load(max_at);
         let max = largest.select(old.add(V::splat(SLACK)).less(largest), old);
         let shift = max.select(V::splat(f32::NEG_INFINITY).less(max), V::splat(0.0));
         let shrink = exp2(old.sub(shift));
@@ -196,10 +200,10 @@ unsafe fn soften_lanes<V: Vector, W: WeightForm<V>, const LANES: usize>(rows: &R
         V::splat(0.0).sub(shift).store(minus_shifts.as_mut_ptr());
         let mut sums = [V::splat(0.0); LANES];
         for i in 0..count {
-            let values = rows.values.add((first + i) * rows.stride);
+            let values = rows.first.values.add((first + i) * rows.stride);
             let minus_shift = V::splat(minus_shifts[i]);
             let mut sum = V::splat(0.0);
-            for step in 0..rows.num_steps {
+            for step in 0..rows.first.num_steps {
                 let x = V::load(values.add(step * V::LANES)).fused_mul_add(factor, minus_shift);
                 let weights = W::power(x);
                 sum = sum.add(weights);
@@ -207,9 +211,9 @@ unsafe fn soften_lanes<V: Vector, W: WeightForm<V>, const LANES: usize>(rows: &R
             }
             sums[i] = sum;
         }
-        max.store(rows.max.add(state));
-        shrink.store(rows.shrink.add(state));
-        V::load(rows.sum.add(state)).mul_add(shrink, V::sum_rows(sums)).store(rows.sum.add(state));
+        max.store(max_at);
+        shrink.store(shrink_at);
+        V::load(sum_at).mul_add(shrink, V::sum_rows(sums)).store(sum_at);
     }
 }
 
@@ -233,28 +237,27 @@ unsafe fn largest_of_rows<V: Vector, const LANES: usize>(rows: &[[f32; LANES]; L
 }
 
 #[inline(always)]
-unsafe fn soften_group<V: Vector, W: WeightForm<V>, const TOKENS: usize>(group: &Scores<'_>) {
-    let is_plain = group.rule.soft_cap.is_none() && group.slopes.is_null() && group.rule.scale > 0.0;
-    let factor = if is_plain { group.rule.scale * LOG2_E } else { LOG2_E };
+unsafe fn soften_group<V: Vector, W: WeightForm<V>, const TOKENS: usize>(group: &Scores<'_>, state: &State) {
+    let (is_plain, factor) = group.factor();
     // SAFETY: the caller's promise: one vector each, and `num_steps` vectors of scores.
     unsafe {
         let factor = V::splat(factor);
         let largest = finish_scores::<V, TOKENS>(group, is_plain).max_of_spans::<TOKENS>().mul(factor);
-        let old = V::load(group.max);
+        let old = V::load(state.max);
         let max = largest.max(old);
         let lowest = V::splat(f32::NEG_INFINITY);
         let shift = max.select(lowest.less(max), V::splat(0.0));
         let shrink = exp2(old.sub(shift));
         let minus_shift = V::splat(0.0).sub(shift);
-        let mut sum = V::load(group.sum).mul(shrink);
+        let mut sum = V::load(state.sum).mul(shrink);
         for step in 0..group.num_steps {
             let weights = W::power(V::load(group.values.add(step * V::LANES)).fused_mul_add(factor, minus_shift));
             sum = sum.add(weights);
             W::store(weights, group.values, step);
         }
-        max.store(group.max);
-        sum.store(group.sum);
-        shrink.store(group.shrink);
+        max.store(state.max);
+        sum.store(state.sum);
+        shrink.store(state.shrink);
     }
 }
 
