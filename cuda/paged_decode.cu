@@ -6,7 +6,9 @@
 //   rows         queries times query heads of the KV head: all of them share each key and value that is read
 //
 // Variants: PKV_HEAD_DIM 64, 128, 192 or 256, head_dim rounded up; PKV_Q F16 or BF16; PKV_KV the same, E4M3 or E5M2;
-// PKV_FEATURES 0: causal alone, 1: and window, ALiBi, soft cap, sinks, tree mask; PKV_WARPS, PKV_STAGES: the shape.
+// PKV_FEATURES 0: causal alone, 1: and window, ALiBi, soft cap, sinks, tree mask; PKV_WARPS, PKV_STAGES: the shape;
+// PKV_BLOCKS: so many blocks have registers on a multiprocessor. Unless told, ptxas spends 234 for sm_100 and sm_120 where
+// 168 do, or spills at 96.
 //
 // The warps of a block are on their own until its end. Each takes every PKV_WARPS-th run of 16 keys, has a ring of
 // PKV_STAGES stages of its own that cp.async fills, and keeps softmax and results of the 16 rows; only then are the results
@@ -159,7 +161,7 @@ PKV_DEV void join_results(const AttentionParams& p, const WorkItem& item, i32 kv
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) paged_decode(PKV_PARAM AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, PKV_BLOCKS) paged_decode(PKV_PARAM AttentionParams p) {
   WorkItem item;
   i32 kv_head;
   if (!find_work(p, item, kv_head)) return;

@@ -7,7 +7,14 @@ variant may use, which the compiled ones are held to, and so holds for every com
 import sys
 from dataclasses import dataclass
 
-from pagedkv.kernels.variants import ELEMENT_BYTES, HEAD_DIM_CLASSES, Variant, paged_decode, paged_prefill
+from pagedkv.kernels.variants import (
+    ELEMENT_BYTES,
+    HEAD_DIM_CLASSES,
+    REGISTERS_OF_MULTIPROCESSOR,
+    Variant,
+    paged_decode,
+    paged_prefill,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,6 @@ LIMITS = {
     "sm_100": Multiprocessor(228, 227, 2048, 32),
     "sm_120": Multiprocessor(100, 99, 1536, 24),
 }
-_REGISTERS = 65_536
 _RESERVED_SHARED_BYTES = 1024  # per block, for the system
 
 
@@ -39,8 +45,8 @@ def blocks_per_multiprocessor(variant: Variant, arch: str) -> int:
         return 0
     registers = -(-variant.registers // 8) * 8 * variant.threads  # handed out by eights per thread
     shared = -(-(variant.shared_bytes + _RESERVED_SHARED_BYTES) // 128) * 128
-    by = (_REGISTERS // registers, limits.shared_kib * 1024 // shared, limits.threads // variant.threads, limits.blocks)
-    return min(by)
+    by_memory = (REGISTERS_OF_MULTIPROCESSOR // registers, limits.shared_kib * 1024 // shared)
+    return min(*by_memory, limits.threads // variant.threads, limits.blocks)
 
 
 def bytes_under_way(variant: Variant) -> int:

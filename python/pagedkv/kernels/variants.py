@@ -17,6 +17,7 @@ FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 DTYPE_PAIRS = tuple((q, kv) for q in QUERY_DTYPES for kv in (q, *FP8_DTYPES))
 HEAD_DIM_CLASSES = (64, 128, 192, 256)
 VECTOR_BYTES = (16, 4, 2, 1)
+REGISTERS_OF_MULTIPROCESSOR = 65_536
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def paged_decode(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) 
     macros = _attention_macros(q_dtype, kv_dtype, padded, features) | {
         "PKV_WARPS": shape.warps,
         "PKV_STAGES": stages,
+        "PKV_BLOCKS": REGISTERS_OF_MULTIPROCESSOR // (shape.warps * 32 * shape.registers),
         "PKV_SHARED_BYTES": shared_bytes,
     }
     return _variant("paged_decode", macros, shape.warps * 32, shape.registers, shared_bytes, 16)
