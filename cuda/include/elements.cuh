@@ -35,15 +35,21 @@ PKV_DEV u32 two_of_four(E5M2, u32 four) {
   return permute_bytes(four, 0, kSecond << 12 | 4 << 8 | kFirst << 4 | 4);
 }
 
+// Without the instruction: the bits in their places, 2^-8 times the numbers.
+template <i32 kFirst, i32 kSecond>
+PKV_DEV u32 two_of_four_by_bits(E4M3, u32 four) {
+  const u32 high = permute_bytes(four, 0, kSecond << 12 | 4 << 8 | kFirst << 4 | 4);
+  const u32 numbers = (high & 0x80008000u) | ((high >> 1) & 0x3f803f80u);
+  // The one NaN, 0x7f, would be 480: a byte's sign bit is set here where it is that, and is spread over 16 bits.
+  const u32 is_nan = (four & 0x7f7f7f7fu) + 0x01010101u;
+  return numbers | permute_bytes(is_nan, 0, 0x8888 | kSecond << 12 | kSecond << 8 | kFirst << 4 | kFirst);
+}
+
 template <i32 kFirst, i32 kSecond>
 PKV_DEV u32 two_of_four(E4M3, u32 four) {
   if constexpr (kConvertsFp8) {
     return e4m3x2_to_f16x2(permute_bytes(four, 0, 0x4400 | kSecond << 4 | kFirst));
   } else {
-    const u32 high = permute_bytes(four, 0, kSecond << 12 | 4 << 8 | kFirst << 4 | 4);
-    const u32 numbers = (high & 0x80008000u) | ((high >> 1) & 0x3f803f80u);
-    // The one NaN, 0x7f, would be 480: a byte's sign bit is set here where it is that, and is spread over 16 bits.
-    const u32 is_nan = (four & 0x7f7f7f7fu) + 0x01010101u;
-    return numbers | permute_bytes(is_nan, 0, 0x8888 | kSecond << 12 | kSecond << 8 | kFirst << 4 | kFirst);
+    return two_of_four_by_bits<kFirst, kSecond>(E4M3{}, four);
   }
 }

@@ -80,7 +80,7 @@ PKV_DEV f32x2 unpack(F16, u32 pair) {
 
 PKV_DEV f32x2 unpack(BF16, u32 pair) { return {float_of(pair << 16), float_of(pair & 0xffff0000u)}; }
 
-// Whether the architecture converts FP8; elsewhere fp8.cuh moves bits.
+// Whether the architecture converts FP8; elsewhere elements.cuh moves bits.
 #if __CUDA_ARCH__ >= 890
 constexpr bool kConvertsFp8 = true;
 #else
