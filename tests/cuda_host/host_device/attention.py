@@ -103,11 +103,11 @@ def paged_attention(
         "soft_cap": soft_cap or 0.0,
     }
     writable = {"out", "lse", "partial_out", "partial_lse"}
-    device.run(variant, "AttentionParams", tensors, values, writable, (work.num_items + spare_items) * num_kv_heads)
+    device.run(variant, tensors, values, writable, (work.num_items + spare_items) * num_kv_heads)
     if work.num_merges:
         variant = variants.merge_partials(name(q.dtype))
         device.run(
-            variant, "AttentionParams", tensors, values, {"out", "lse"}, (work.num_merges + spare_items) * num_kv_heads
+            variant, tensors, values, {"out", "lse"}, (work.num_merges + spare_items) * num_kv_heads
         )
     return (out, lse) if return_lse else out
 
@@ -144,5 +144,5 @@ def merge_states(device, out_a, lse_a, out_b, lse_b):
     for prefix, of in (("lse", lse), ("lse_a", lse_a), ("lse_b", lse_b)):
         values[f"{prefix}_token_stride"] = of.stride(0)
     blocks = num_tokens * -(-num_q_heads * head_dim // 8 // 128)
-    device.run(variants.merge_states(), "MergeStatesParams", tensors, values, {"out", "lse"}, max(blocks, 1))
+    device.run(variants.merge_states(), tensors, values, {"out", "lse"}, max(blocks, 1))
     return out, lse

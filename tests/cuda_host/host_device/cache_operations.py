@@ -37,7 +37,6 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_s
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
     device.run(
         row_variant("append_kv", k_cache, v_cache, k, v),
-        "AppendKVParams",
         tensors | {"k_scale": k_scale, "v_scale": v_scale},
         {
             "num_tokens": num_tokens,
@@ -70,7 +69,6 @@ def gather_kv(device, k_cache, v_cache, block_table, seq_lens, rows=None, *, k_s
     tensors = {"k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
     device.run(
         row_variant("gather_kv", k_out, v_out, k_cache, v_cache),
-        "GatherKVParams",
         tensors | {"token_starts": starts, "rows": rows, "k_scale": k_scale, "v_scale": v_scale},
         {
             "num_tokens": num_tokens,
@@ -106,7 +104,6 @@ def copy_blocks(device, pool, pairs):
     chunks = -(-span_size * pool.element_size() // (width * 256 * 8))
     device.run(
         variants.copying("copy_blocks", width),
-        "CopyBlocksParams",
         {"cache": pool, "copies": pairs},
         {
             "span_size": span_size,
@@ -129,7 +126,6 @@ def move_kv(device, pool, slot_moves, group=0):
     vectors = num_layers * sides * num_kv_heads * head_dim * pool.element_size() // width
     device.run(
         variants.copying("move_kv", width),
-        "MoveKVParams",
         {"cache": pool, "slot_moves": slot_moves},
         {
             "num_moves": len(slot_moves),

@@ -5,8 +5,8 @@ import math
 from host_device.build import build_kernel
 from host_device.launch import launch
 from host_device.memory import Memory
-from host_device.structs import pack, struct_of
 from pagedkv.kernels import variants
+from pagedkv.kernels.params import pack
 
 
 class HostDevice:
@@ -39,15 +39,13 @@ class HostDevice:
         self._macros = macros or {}
         self._home = memory or Memory()
 
-    def run(self, variant, struct, tensors, values, writable, grid):
+    def run(self, variant, tensors, values, writable, grid):
         """Run a kernel.
 
         Parameters
         ----------
         variant : pagedkv.kernels.variants.Variant
             The kernel as it is compiled, and its shape.
-        struct : str
-            The name of its parameter struct.
         tensors : dict of str to tensor or None
             The parameters that are pointers, by name; None is a null pointer.
         values : dict
@@ -65,7 +63,7 @@ class HostDevice:
         placed = given | memory.place_all(away, writable=writable)
         regions = [*self._home.regions, *memory.regions]
         addresses = {name: placed[name].data_ptr() if name in placed else 0 for name in tensors}
-        params = pack(struct_of(variant.kernel, struct), addresses | values)
+        params = pack(variant.kernel, addresses | values).tobytes()
         done = launch(library, params, (grid,), variant.threads, variant.shared_bytes, regions, **self._how)
         self.launched.append((variant.kernel, done))
         for name in writable & away.keys():

@@ -1,4 +1,4 @@
-"""The structs of a kernel's sources, as NumPy sees them: read from the text, so that nobody writes them twice."""
+"""The structs of a kernel's sources, read from the text: what `pagedkv.kernels.params` is compared with."""
 
 import functools
 import re
@@ -14,25 +14,15 @@ FIELD = re.compile(r"^  (G<[^>]*>|\w+) (\w+(?:, \w+)*);$", re.MULTILINE)
 
 
 @functools.cache
-def struct_of(kernel, name, sources=None):
+def struct_of(kernel, name):
     """Return the dtype of a struct that a kernel's file or one of its headers defines."""
-    texts = read_sources(kernel, sources)
+    texts = read_sources(kernel)
     bodies = {}
     for text in texts.values():
         bodies |= {
             found[1]: found[2] for found in STRUCT.finditer(re.sub(r" *$", "", COMMENT.sub("", text), flags=re.M))
         }
     return _dtype(name, bodies)
-
-
-def pack(dtype, values):
-    """Return the bytes of a struct; every field has a value, and nothing else has one."""
-    if set(values) != set(dtype.names):
-        raise ValueError(f"fields without a value or unknown: {sorted(set(values) ^ set(dtype.names))}")
-    packed = np.zeros((), dtype)
-    for name, value in values.items():
-        packed[name] = tuple(value) if isinstance(value, list | tuple) else value
-    return packed.tobytes()
 
 
 def _dtype(name, bodies):
