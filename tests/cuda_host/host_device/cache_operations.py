@@ -31,23 +31,30 @@ def scales_of(k_scale, v_scale):
     return dict(zip(("k_scale_stride", "v_scale_stride"), strides, strict=True))
 
 
+def _cache_values(k_cache, v_cache, k_scale, v_scale):
+    """Return the parameters that say what caches are like."""
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    return scales_of(k_scale, v_scale) | {
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "cache_type": TYPES[k_cache.dtype],
+        "k_layout": layout(k_cache),
+        "v_layout": layout(v_cache),
+    }
+
+
 def append_kv(device, k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None):
     """Write keys and values of new tokens into their slots."""
-    num_tokens, num_kv_heads, head_dim = k.shape
+    num_tokens = len(k)
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
     device.run(
         row_variant("append_kv", k_cache, v_cache, k, v),
         tensors | {"k_scale": k_scale, "v_scale": v_scale},
         {
+            **_cache_values(k_cache, v_cache, k_scale, v_scale),
             "num_tokens": num_tokens,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "block_size": k_cache.shape[2],
-            "cache_type": TYPES[k_cache.dtype],
             "input_type": TYPES[k.dtype],
-            **scales_of(k_scale, v_scale),
-            "k_layout": layout(k_cache),
-            "v_layout": layout(v_cache),
             "key_token_stride": k.stride(0),
             "key_head_stride": k.stride(1),
             "value_token_stride": v.stride(0),
@@ -60,7 +67,7 @@ def append_kv(device, k, v, k_cache, v_cache, slot_mapping, *, k_scale=None, v_s
 
 def gather_kv(device, k_cache, v_cache, block_table, seq_lens, rows=None, *, k_scale=None, v_scale=None, out=None):
     """Collect the keys and values of whole sequences."""
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    _, num_kv_heads, _, head_dim = k_cache.shape
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), seq_lens.cumsum(0, dtype=torch.int32)])
     num_tokens = int(starts[-1])
     if out is None:
@@ -71,17 +78,11 @@ def gather_kv(device, k_cache, v_cache, block_table, seq_lens, rows=None, *, k_s
         row_variant("gather_kv", k_out, v_out, k_cache, v_cache),
         tensors | {"token_starts": starts, "rows": rows, "k_scale": k_scale, "v_scale": v_scale},
         {
+            **_cache_values(k_cache, v_cache, k_scale, v_scale),
             "num_tokens": num_tokens,
             "num_seqs": len(seq_lens),
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "block_size": block_size,
             "out_type": TYPES[k_out.dtype],
-            "cache_type": TYPES[k_cache.dtype],
-            **scales_of(k_scale, v_scale),
             "unused": 0,
-            "k_layout": layout(k_cache),
-            "v_layout": layout(v_cache),
             "k_token_stride": k_out.stride(0),
             "k_head_stride": k_out.stride(1),
             "v_token_stride": v_out.stride(0),
