@@ -1,37 +1,72 @@
-"""Work lists of attention: what the planner hands to a kernel, cut wherever a test wants."""
+"""Work lists of attention: as the package cuts them, or for one kernel, cut wherever a test wants."""
 
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
+from pagedkv import _core
+
+WORKERS = 24
 HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 4, 12, 8
 POISON = -(2**31)  # what stands behind a list, and would be met by a block that did not look at the list's length
 
 
 @dataclass(frozen=True)
-class WorkList:
-    """What the planner hands to the kernels: a header with the number of items, and the items."""
+class Plan:
+    """What the planner hands to the kernels: lists, each a header with the number of items, and the items."""
 
-    work: np.ndarray
-    num_items: int
+    lists: dict  # by kernel of attention
     merges: np.ndarray
-    num_merges: int
+    tree_mask: np.ndarray  # 32-bit words
+    tree_depths: np.ndarray
     num_partial_rows: int
 
 
-def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=None, spare_items=1):
-    """Cut a batch into items of at most `max_rows` query rows, and of keys up to multiples of `piece`.
+def plan_by_package(
+    batch_arrays, trees, *, num_tokens, table, num_kv_heads, group, max_rows, piece, window, spare_items
+):
+    """Cut a batch as the package does: sequences of few query rows for one kernel, all others for the other.
 
-    Behind the items lie `spare_items` of poison, as in lists with room for a larger batch.
+    `max_rows` is by kernel.
+    """
+    seq_lens, query_start_loc, rows = batch_arrays
+    mask, mask_starts = trees
+    few, many, merges, words, depths, num_partial_rows = _core.device_work(
+        num_kv_heads,
+        group,
+        seq_lens,
+        query_start_loc,
+        num_tokens,
+        table,
+        rows=rows,
+        sliding_window=window,
+        tree_mask=mask,
+        tree_mask_start_loc=mask_starts,
+        few_rows=max_rows["paged_decode"],
+        many_rows=max_rows["paged_prefill"],
+        num_workers=WORKERS,
+        min_keys=16,
+        fixed_keys=piece,
+    )
+    lists = {"paged_decode": few, "paged_prefill": many}
+    lists = {kernel: with_room(items, ITEM_WORDS, spare_items) for kernel, items in lists.items() if items[0]}
+    return Plan(lists, with_room(merges, MERGE_WORDS, spare_items), words, depths, num_partial_rows)
+
+
+def plan_for_kernel(kernel, batch_arrays, trees, *, group, max_rows, piece=None, window=None, spare_items=1):
+    """Cut a batch for one kernel into items of at most `max_rows` query rows, and of keys up to multiples of `piece`.
+
+    This cuts where the package never would, and owes nothing to its planner.
     """
     seq_lens, query_start_loc, rows = (array.tolist() for array in batch_arrays)
+    mask_words, depths, masks = _trees(*trees, query_start_loc)
     items, merges, partial_row = [], [], 0
     for s, (length, row) in enumerate(zip(seq_lens, rows, strict=True)):
         first_token = query_start_loc[s]
         num_queries = query_start_loc[s + 1] - first_token
         context_len = length - num_queries
-        tree = trees.of_sequence(s) if trees else None
+        tree = masks[s]
         for first_row in range(0, num_queries * group, max_rows):
             num_rows = min(max_rows, num_queries * group - first_row)
             first_query, last_query = first_row // group, (first_row + num_rows - 1) // group
@@ -50,47 +85,35 @@ def make_work(batch_arrays, *, group, max_rows, piece=None, trees=None, window=N
                 items.append(
                     (row, first_token, first_row, num_rows, first_key, end_key, context_len, at, *mask, num_queries)
                 )
-    return WorkList(
-        _list(items, ITEM_WORDS, spare_items),
-        len(items),
-        _list(merges, MERGE_WORDS, spare_items),
-        len(merges),
-        partial_row,
-    )
+    lists = {kernel: with_room(_list(items, ITEM_WORDS), ITEM_WORDS, spare_items)}
+    merges = with_room(_list(merges, MERGE_WORDS), MERGE_WORDS, spare_items)
+    return Plan(lists, merges, mask_words, depths, partial_row)
 
 
-def _list(items, item_words, spare_items):
-    words = np.full(HEADER_WORDS + (len(items) + spare_items) * item_words, POISON, np.int32)
-    words[:HEADER_WORDS] = len(items), 0, 0, 0
-    words[HEADER_WORDS : HEADER_WORDS + len(items) * item_words] = np.array(items, np.int32).reshape(-1)
+def _list(items, item_words):
+    words = np.zeros(HEADER_WORDS + len(items) * item_words, np.int32)
+    words[0] = len(items)
+    words[HEADER_WORDS:] = np.array(items, np.int32).reshape(-1)
     return words
 
 
-@dataclass
-class Trees:
-    """Masks of draft trees as the kernels take them: 32-bit words, and how deep each query stands."""
-
-    words: np.ndarray
-    depths: np.ndarray
-    rows: list  # per sequence: first word, words per row, first depth; or None
-
-    def of_sequence(self, s):
-        """Return where a sequence's mask is, or None where it has none."""
-        return self.rows[s]
+def with_room(words, item_words, spare_items):
+    """Return a list behind whose items lie `spare_items` of poison, as in one with room for a larger batch."""
+    return np.append(words, np.full(spare_items * item_words, POISON, np.int32))
 
 
-def make_trees(tree_mask, tree_mask_start_loc, query_start_loc):
-    """Return the masks of a batch, from the bytes that the operation takes."""
-    starts, queries = tree_mask_start_loc.tolist(), query_start_loc.tolist()
-    depths, rows = [], []
+def _trees(tree_mask, tree_mask_start_loc, query_start_loc):
+    """Return masks as words, how deep each query of a tree stands, and where each sequence's are, or None."""
+    if tree_mask is None:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32), [None] * (len(query_start_loc) - 1)
+    starts, depths, rows = tree_mask_start_loc.tolist(), [], []
     for s in range(len(starts) - 1):
-        num_queries = queries[s + 1] - queries[s]
+        num_queries = query_start_loc[s + 1] - query_start_loc[s]
         if starts[s] == starts[s + 1]:
             rows.append(None)
             continue
         seen = np.asarray(tree_mask[starts[s] : starts[s + 1]], np.uint8).reshape(num_queries, -1)
         bits = np.unpackbits(seen, axis=1, bitorder="little")[:, :num_queries]
-        rows.append((starts[s] // 4, seen.shape[1] // 4, len(depths)))
+        rows.append((starts[s] // 4, seen.shape[1] // 4, len(depths)))  # first word, words per row, first depth
         depths += (bits.sum(axis=1, dtype=int) - 1).tolist()
-    words = np.asarray(tree_mask, np.uint8).view(np.uint32)
-    return Trees(words, np.array(depths, np.int32), rows)
+    return np.asarray(tree_mask, np.uint8).view(np.int32), np.array(depths, np.int32), rows

@@ -1,0 +1,96 @@
+"""The package's own work lists: both kernels of attention and the merges, as a launch on a GPU will have them."""
+
+import numpy as np
+import pytest
+import torch
+from backends import CudaOnHost
+from batches import assert_matches_oracle
+from host_device import HostDevice, attention
+from host_device.plans import plan_by_package, plan_for_kernel
+from test_tree_mask import BUSHY, WIDE, check_by, make_masks
+from tight import make_tight_batch
+
+FP8 = {"dtype": torch.float8_e4m3fn, "q_dtype": torch.bfloat16}
+# Few rows and many, with and without keys; with pieces of 48 keys some of each kind are cut.
+MIXED = [(0, 1), (1, 1), (3, 4), (150, 1), (0, 0), (60, 5), (90, 20), (150, 70)]
+SIZES = {"num_kv_heads": 2, "group": 4, "piece": 48, "window": None, "spare_items": 2}
+ROWS = {"paged_decode": 16, "paged_prefill": 128}
+
+
+def arrays_of(sequences):
+    lens, queries = (torch.tensor(column, dtype=torch.int32) for column in zip(*sequences, strict=True))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
+    return lens, starts, torch.arange(len(sequences), dtype=torch.int32)
+
+
+def rows_of(words, num_words):
+    """Return the entries of a list in an order of their own."""
+    return sorted(words[4 : 4 + words[0] * num_words].reshape(-1, num_words).tolist())
+
+
+@pytest.mark.parametrize("piece", [48, None])
+@pytest.mark.parametrize(
+    ("types", "options"),
+    [({}, {}), (FP8, {}), ({}, {"sliding_window": 20, "sinks": torch.ones(8), "soft_cap": 3.0})],
+    ids=["plain", "fp8", "features"],
+)
+def test_mixed_batch_matches_oracle_when_the_package_cuts_it(types, options, piece):
+    batch = make_tight_batch(MIXED, num_kv_heads=2, **types)
+    assert_matches_oracle(CudaOnHost(piece=piece).paged_attention, batch, **options)
+
+
+def test_both_kernels_and_the_merges_run_when_a_batch_is_mixed():
+    device = HostDevice()
+    attention.paged_attention(device, *make_tight_batch(MIXED, num_kv_heads=2).arrays(), piece=48)
+    assert [kernel for kernel, _ in device.launched] == ["paged_decode", "paged_prefill", "merge_partials"]
+
+
+def test_trees_match_oracle_when_the_package_cuts_them():
+    batch = make_tight_batch([(50, len(BUSHY) + 1), (40, 7), (90, len(WIDE) + 1), (2, 2)], num_kv_heads=2)
+    check_by(CudaOnHost(piece=48).paged_attention, batch, make_masks([BUSHY, None, WIDE, [-1]]))
+
+
+def test_tokens_behind_the_last_sequence_become_zero():
+    batch = make_tight_batch([(20, 1), (40, 30)], num_kv_heads=2)
+    padded = torch.cat([batch.q, torch.full((7, *batch.q.shape[1:]), torch.nan, dtype=batch.q.dtype)])
+    out, lse = attention.paged_attention(HostDevice(), padded, *batch.arrays()[1:], return_lse=True)
+    whole = attention.paged_attention(HostDevice(), *batch.arrays())
+    assert torch.equal(out[: len(whole)], whole)
+    assert (out[len(whole) :] == 0).all()
+    assert (lse[len(whole) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("kernel", "sequences", "piece"),
+    [
+        ("paged_decode", [(1, 1), (0, 1), (200, 1), (3, 4), (130, 3), (9, 0)], 48),
+        ("paged_prefill", [(70, 70), (150, 40), (30, 33)], None),  # the keys of so many rows are not cut
+    ],
+)
+def test_package_cuts_as_the_shims_own_planner_does(kernel, sequences, piece, window):
+    batch_arrays, no_trees = arrays_of(sequences), (None, None)
+    sizes = SIZES | {"piece": piece, "window": window}
+    num_tokens = int(batch_arrays[1][-1])
+    ours = plan_by_package(
+        batch_arrays, no_trees, num_tokens=num_tokens, table=(len(sequences), 200), max_rows=ROWS, **sizes
+    )
+    del sizes["num_kv_heads"]
+    own = plan_for_kernel(kernel, batch_arrays, no_trees, max_rows=ROWS[kernel], **sizes)
+    assert ours.lists.keys() == own.lists.keys()
+    assert rows_of(ours.lists[kernel], 12) == rows_of(own.lists[kernel], 12)
+    assert rows_of(ours.merges, 8) == rows_of(own.merges, 8)
+    assert ours.num_partial_rows == own.num_partial_rows
+
+
+def test_package_packs_trees_as_the_shims_own_planner_does():
+    mask, starts = make_masks([BUSHY, None, WIDE])
+    trees = tuple(torch.from_numpy(array) for array in (mask, starts))
+    batch_arrays = arrays_of([(50, len(BUSHY) + 1), (40, 7), (90, len(WIDE) + 1)])
+    table, num_tokens = (3, 90), int(batch_arrays[1][-1])
+    ours = plan_by_package(batch_arrays, trees, num_tokens=num_tokens, table=table, max_rows=ROWS, **SIZES)
+    own = plan_for_kernel(
+        "paged_prefill", batch_arrays, trees, group=4, max_rows=128, piece=48, window=None, spare_items=2
+    )
+    np.testing.assert_array_equal(ours.tree_mask, own.tree_mask)
+    np.testing.assert_array_equal(ours.tree_depths, own.tree_depths)
