@@ -34,10 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_kv(PKV_PARAM Appen
   const Place place = place_of(slot, p.block_size);
   const i64 to_bytes = bytes_of_type(p.cache_type), from_bytes = bytes_of_type(p.input_type);
 
-  const i32 share = elements_moved(p.cache_type), row_shares = p.head_dim / share;
-  for (i32 i = threadIdx.x; i < p.num_kv_heads * row_shares; i += kThreads) {
-    const i32 head = i / row_shares;
-    const i32 column = (i - head * row_shares) * share;
+  for_each_share<kThreads>(p.cache_type, p.num_kv_heads, p.head_dim, [&](i32 head, i32 column) {
     const i64 from_k = token * p.key_token_stride + head * p.key_head_stride + column;
     const i64 from_v = token * p.value_token_stride + head * p.value_head_stride + column;
     const i64 to_k = p.k_layout.row(place, head) + column, to_v = p.v_layout.row(place, head) + column;
@@ -45,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_kv(PKV_PARAM Appen
     const float v_scale = scale_of(p.v_scale, p.v_scale_stride, head);
     move_elements(p.k_cache + to_k * to_bytes, p.cache_type, p.key + from_k * from_bytes, p.input_type, 1.f, k_scale);
     move_elements(p.v_cache + to_v * to_bytes, p.cache_type, p.value + from_v * from_bytes, p.input_type, 1.f, v_scale);
-  }
+  });
 }

@@ -51,10 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gather_kv(PKV_PARAM Gathe
   const Place place = {block, position % p.block_size};
   const i64 to_bytes = bytes_of_type(p.out_type), from_bytes = bytes_of_type(p.cache_type);
 
-  const i32 share = elements_moved(p.cache_type), row_shares = p.head_dim / share;
-  for (i32 i = threadIdx.x; i < p.num_kv_heads * row_shares; i += kThreads) {
-    const i32 head = i / row_shares;
-    const i32 column = (i - head * row_shares) * share;
+  for_each_share<kThreads>(p.cache_type, p.num_kv_heads, p.head_dim, [&](i32 head, i32 column) {
     const i64 to_k = token * p.k_token_stride + head * p.k_head_stride + column;
     const i64 to_v = token * p.v_token_stride + head * p.v_head_stride + column;
     const i64 from_k = p.k_layout.row(place, head) + column, from_v = p.v_layout.row(place, head) + column;
@@ -62,5 +59,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) gather_kv(PKV_PARAM Gathe
     const float v_scale = scale_of(p.v_scale, p.v_scale_stride, head);
     move_elements(p.k_out + to_k * to_bytes, p.out_type, p.k_cache + from_k * from_bytes, p.cache_type, k_scale, 1.f);
     move_elements(p.v_out + to_v * to_bytes, p.out_type, p.v_cache + from_v * from_bytes, p.cache_type, v_scale, 1.f);
-  }
+  });
 }

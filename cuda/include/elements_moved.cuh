@@ -24,3 +24,13 @@ PKV_DEV void move_elements(G<u8> to, i32 to_type, G<const u8> from, i32 from_typ
     store_as(to, load_as<typename Vector<kMovedBytes>::type>(from));
   }
 }
+
+// Calls move(head, first element) for each share that a thread of kThreads has of a token's rows.
+template <i32 kThreads, class Move>
+PKV_DEV void for_each_share(i32 type, i32 num_kv_heads, i32 head_dim, Move move) {
+  const i32 share = elements_moved(type), row_shares = head_dim / share;
+  for (i32 i = threadIdx.x; i < num_kv_heads * row_shares; i += kThreads) {
+    const i32 head = i / row_shares;
+    move(head, (i - head * row_shares) * share);
+  }
+}
