@@ -44,6 +44,13 @@ def cache_op(name, **changed):
     return getattr(_core, name)(**(arguments | changed))
 
 
+def device_work(**changed):
+    sizes = {"num_kv_heads": 1, "group": 2, "num_tokens": 1, "table": (1, 16)}
+    sizes |= {"few_rows": 16, "many_rows": 64, "num_workers": 8}
+    arrays = {"seq_lens": np.array([5], np.int32), "query_start_loc": np.array([0, 1], np.int32)}
+    return _core.device_work(**(sizes | arrays | changed))
+
+
 def add(**changed):
     return scheduler().add_request(**({"request_id": "r", "prompt_token_ids": [1, 2], "max_tokens": 2} | changed))
 
@@ -57,6 +64,17 @@ def fork(**changed):
 def config(**changed):
     return pagedkv.SchedulerConfig(**changed)
 
+
+COUNTS_OF_WORK = (
+    "num_kv_heads",
+    "group",
+    "sliding_window",
+    "few_rows",
+    "many_rows",
+    "num_workers",
+    "min_keys",
+    "fixed_keys",
+)
 
 # Name of the argument, what came as it is shown, the call.
 OUT_OF_RANGE = [
@@ -103,6 +121,12 @@ OUT_OF_RANGE = [
     (r"stop_token_ids\[0\]", str(HUGE), lambda: add(stop_token_ids=[HUGE])),
     (r"stop_token_ids\[1\]", "-1", lambda: add(stop_token_ids=[3, -1])),
     ("image_spans", "length 0", lambda: add(image_spans=[(0, 0, b"x")])),
+    *((name, "0", lambda name=name: device_work(**{name: 0})) for name in COUNTS_OF_WORK),
+    *((name, "-1", lambda name=name: device_work(**{name: -1})) for name in COUNTS_OF_WORK),
+    ("num_tokens", str(HUGE), lambda: device_work(num_tokens=HUGE)),
+    ("num_tokens", str(1 << 40), lambda: device_work(num_tokens=1 << 40)),
+    ("num_tokens", "1", lambda: device_work(group=1 << 40)),
+    (r"table\[1\]", "-1", lambda: device_work(table=(1, -1))),
     ("handle", str(HUGE), lambda: scheduler().abort(HUGE)),
     ("sequence", "-1", lambda: scheduler().abort(0, -1)),
     ("sequence", "-1", lambda: scheduler().finish(0, -1)),

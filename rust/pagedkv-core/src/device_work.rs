@@ -80,8 +80,8 @@ impl DeviceWork {
     ///
     /// # Errors
     ///
-    /// Arrays whose lengths disagree, lengths that the block table has no room for, queries out of order, rows that it does
-    /// not have, and trees whose bits are not there.
+    /// Arrays whose lengths disagree, more query rows than 31 bits count, lengths that the block table has no room for,
+    /// queries out of order, rows that it does not have, and trees whose bits are not there.
     ///
     /// # Panics
     ///
@@ -91,6 +91,7 @@ impl DeviceWork {
     ///
     /// O(i log i) for i items, and the bits of the trees.
     pub fn new(batch: &DeviceBatch<'_>, options: &DeviceWorkOptions) -> Result<Self> {
+        check_num_rows(batch.num_tokens, options.group)?;
         let mut work = Self { merges: vec![0; HEADER_WORDS], ..Self::default() };
         let sequences = work.read(batch)?;
         let is_few = |sequence: &Sequence| sequence.shape.num_queries * options.group <= options.few_rows;
@@ -224,6 +225,14 @@ fn push_items(
 
 fn parts(num_rows: usize, max_rows: usize) -> impl Iterator<Item = Range<usize>> {
     (0..num_rows).step_by(max_rows).map(move |start| start..(start + max_rows).min(num_rows))
+}
+
+fn check_num_rows(num_tokens: usize, group: usize) -> Result<()> {
+    let most = i32::MAX as usize / group;
+    if num_tokens <= most {
+        return Ok(());
+    }
+    invalid("num_tokens", format!("at most {most} under {group} query heads per KV head"), num_tokens)
 }
 
 fn check_lengths(batch: &DeviceBatch<'_>) -> Result<()> {

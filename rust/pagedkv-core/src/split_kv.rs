@@ -243,7 +243,7 @@ fn keys_per_piece(sequences: &[SequenceShape], options: &SplitKvOptions) -> usiz
 /// KV heads that share an item: all of them, unless workers would have too few items to even out what they cost.
 fn heads_per_item(num_pieces: usize, options: &SplitKvOptions) -> usize {
     const ITEMS_PER_WORKER: usize = 4;
-    let wanted = options.num_workers * ITEMS_PER_WORKER;
+    let wanted = options.num_workers.saturating_mul(ITEMS_PER_WORKER);
     let parts = wanted.div_ceil(num_pieces.max(1)).clamp(1, options.num_kv_heads);
     if options.num_workers == 1 { options.num_kv_heads } else { options.num_kv_heads.div_ceil(parts) }
 }

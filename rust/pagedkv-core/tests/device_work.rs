@@ -168,6 +168,7 @@ fn what_is_wrong_with_a_batch_is_named() {
         (DeviceBatch { query_start_loc: &[0, 1, 1], ..BATCH }, "query_start_loc: expected shape (num_seqs + 1=4,)"),
         (DeviceBatch { query_start_loc: &[1, 1, 1, 21], ..BATCH }, "query_start_loc[0]: expected 0, found 1"),
         (DeviceBatch { query_start_loc: &[0, 2, 1, 21], ..BATCH }, "query_start_loc[2]: expected at least 2"),
+        (DeviceBatch { num_tokens: 1 << 29, ..BATCH }, "num_tokens: expected at most 536870911 under 4 query heads"),
         (DeviceBatch { num_tokens: 20, ..BATCH }, "query_start_loc[3]: expected at most num_tokens=20, found 21"),
         (DeviceBatch { seq_lens: &[257, 0, 1], ..BATCH }, "seq_lens[0]: expected 0 to 256, found 257"),
         (DeviceBatch { seq_lens: &[1, -1, 1], ..BATCH }, "seq_lens[1]: expected 0 to 256, found -1"),

@@ -152,9 +152,9 @@ numbers! {
     optional_i64s: Option<i64> { lora_id }
     optional_u32s: Option<u32> { ageing block_size long_prefill_token_threshold lookahead max_num_batched_tokens max_num_partial_prefills max_num_seqs max_tokens num_layer_slots sequence sliding_window }
     optional_u8s: Option<u8> { cache_priority }
-    optional_usizes: Option<usize> { num_threads sliding_window }
+    optional_usizes: Option<usize> { fixed_keys num_threads sliding_window }
     u32s: u32 { batch_size block_size head_dim index layer long_prefill_token_threshold lookahead max_model_len max_num_batched_tokens max_num_seqs max_pending_events max_plans_in_flight max_tokens min_tokens most_answer_tokens most_prompt_tokens most_turns n num_accepted num_blocks num_draft_tokens num_external_tokens num_host_blocks num_kv_heads num_new_tokens num_requests num_seqs num_tokens pin_quota_blocks prefill_chunk_multiple samples sequence sequences swap_copies_per_block tokens }
     u64s: u64 { beam_seed context_tokens hash_seed pin pin_quota_bytes plan prompt_tokens seed sequence }
     u8s: u8 { cache_priority }
-    usizes: usize { axis block_size group head_dim num_blocks num_kv_heads num_q_heads }
+    usizes: usize { axis block_size few_rows group head_dim many_rows min_keys num_blocks num_kv_heads num_q_heads num_tokens num_workers }
 }

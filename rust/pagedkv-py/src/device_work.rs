@@ -5,6 +5,7 @@ use pagedkv_core::device_work::{DeviceBatch, DeviceWork, DeviceWorkOptions};
 use pagedkv_core::split_kv::KeySplit;
 use pyo3::prelude::*;
 
+use crate::args::{elements, kind};
 use crate::arrays::array;
 use crate::cpu_ops::integers;
 use crate::errors::{invalid, to_py_err};
@@ -25,21 +26,29 @@ pub(crate) fn device_work<'py>(
     #[pyo3(from_py_with = crate::args::usizes::group)] group: usize,
     seq_lens: &Bound<'py, PyAny>,
     query_start_loc: &Bound<'py, PyAny>,
-    num_tokens: usize,
-    table: (usize, usize),
+    #[pyo3(from_py_with = crate::args::usizes::num_tokens)] num_tokens: usize,
+    #[pyo3(from_py_with = rows_and_tokens)] table: (usize, usize),
     rows: Option<&Bound<'py, PyAny>>,
     #[pyo3(from_py_with = crate::args::optional_usizes::sliding_window)] sliding_window: Option<usize>,
     tree_mask: Option<&Bound<'py, PyAny>>,
     tree_mask_start_loc: Option<&Bound<'py, PyAny>>,
-    few_rows: usize,
-    many_rows: usize,
-    num_workers: usize,
-    min_keys: usize,
-    fixed_keys: Option<usize>,
+    #[pyo3(from_py_with = crate::args::usizes::few_rows)] few_rows: usize,
+    #[pyo3(from_py_with = crate::args::usizes::many_rows)] many_rows: usize,
+    #[pyo3(from_py_with = crate::args::usizes::num_workers)] num_workers: usize,
+    #[pyo3(from_py_with = crate::args::usizes::min_keys)] min_keys: usize,
+    #[pyo3(from_py_with = crate::args::optional_usizes::fixed_keys)] fixed_keys: Option<usize>,
 ) -> PyResult<Lists<'py>> {
-    let counts = [num_kv_heads, group, few_rows, many_rows, num_workers, min_keys, fixed_keys.unwrap_or(1)];
-    let names = ["num_kv_heads", "group", "few_rows", "many_rows", "num_workers", "min_keys", "fixed_keys"];
-    if let Some((name, _)) = names.iter().zip(counts).find(|(_, count)| *count == 0) {
+    let counts = [
+        ("num_kv_heads", Some(num_kv_heads)),
+        ("group", Some(group)),
+        ("sliding_window", sliding_window),
+        ("few_rows", Some(few_rows)),
+        ("many_rows", Some(many_rows)),
+        ("num_workers", Some(num_workers)),
+        ("min_keys", Some(min_keys)),
+        ("fixed_keys", fixed_keys),
+    ];
+    if let Some((name, _)) = counts.iter().find(|(_, count)| *count == Some(0)) {
         return Err(invalid(name, "at least 1", "0"));
     }
     let seq_lens: Vec<i32> = integers("seq_lens", seq_lens)?;
@@ -64,4 +73,12 @@ pub(crate) fn device_work<'py>(
     let [few, many, merges, mask, depths] =
         [work.few, work.many, work.merges, work.tree_mask, work.tree_depths].map(|list| array(py, list));
     Ok((few, many, merges, mask, depths, work.num_partial_rows))
+}
+
+/// The rows of a block table, and the tokens that one has room for.
+fn rows_and_tokens(object: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+    match elements("table", object)?.as_deref() {
+        Some([rows, tokens]) => Ok((*rows, *tokens)),
+        _ => Err(invalid("table", "two integers: its rows, and the tokens of a row", &kind(object))),
+    }
 }
