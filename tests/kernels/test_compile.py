@@ -56,8 +56,9 @@ def _cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiler():
+@pytest.fixture(scope="module")
+def compiler():
+    """Need NVRTC, of all tests only where something is compiled."""
     try:
         nvrtc.load_compiler()
     except nvrtc.NvrtcNotFoundError as error:
@@ -78,6 +79,7 @@ def expected_instructions(variant):
     return {"HMMA": products, "LDSM": fragments, "BAR": barriers, "STL": 0, "LDL": 0}
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("variant", "arch"), list(compilations()))
 def test_variant_compiles_within_its_budgets(variant, arch):
     cubin = kernels.compile_kernel(variant.kernel, arch, variant.macros)

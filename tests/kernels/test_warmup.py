@@ -11,13 +11,18 @@ from pagedkv.kernels.variants import VARIANTS, paged_decode, variants_of
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def compiler():
     try:
         nvrtc.load_compiler()
     except nvrtc.NvrtcNotFoundError as error:
         pytest.skip(str(error))
-    return tmp_path / "kernels"
 
 
+@pytest.mark.usefixtures("compiler")
 def test_warmup_leaves_what_a_model_needs_on_disk(capsys):
     words = [
         "warmup",
@@ -41,6 +46,7 @@ def test_warmup_leaves_what_a_model_needs_on_disk(capsys):
     assert "kernels in" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("compiler")
 def test_warmup_compiles_nothing_twice(cache):
     wanted = [variant for variant in VARIANTS if variant.kernel == "copy_blocks"]
     first = list(warmup.warm_up(wanted, "sm_80"))
