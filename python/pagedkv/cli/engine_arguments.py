@@ -33,6 +33,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", type=positive, metavar="N", help="guess so many tokens from the text itself"
     )
     group.add_argument("--seed", type=int, default=0, help="of requests without one (0)")
+    group.add_argument("--record-trace", metavar="FILE", help="write requests, without text, for pagedkv simulate")
     group.add_argument("--threads", type=positive, metavar="N", help="threads of torch and attention")
 
 
@@ -71,6 +72,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "preemption_mode": arguments.preemption_mode,
         "speculative_config": lookup,
         "seed": arguments.seed,
+        "record_trace": arguments.record_trace,
     }
 
 

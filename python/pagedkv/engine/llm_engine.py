@@ -17,6 +17,7 @@ from pagedkv.engine.options import scheduler_limits
 from pagedkv.engine.periodic_log import PeriodicLog
 from pagedkv.engine.prompt_lookup import PromptLookup
 from pagedkv.engine.prompts import Prompt, read_prompt
+from pagedkv.engine.request_trace import RequestTrace
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text import TextCodec
 from pagedkv.exceptions import InvalidArgumentError, StateError
@@ -85,6 +86,9 @@ class LLMEngine:
         tokens from the text itself and checks several per step. What is drawn does not change.
     seed : int
         Decides the random numbers of requests without a seed of their own.
+    record_trace : path, optional
+        File for a trace of the requests that `pagedkv simulate` replays: one JSON line for each that ends, with its
+        arrival, its lengths and keyed hashes of its prefixes, and no text. One that is there is replaced.
 
     Raises
     ------
@@ -137,6 +141,7 @@ class LLMEngine:
         tenant_weights: Mapping[str, float] | None = None,
         speculative_config: Any = None,
         seed: int = 0,
+        record_trace: str | PathLike[str] | None = None,
     ) -> None:
         lookup = PromptLookup.read(speculative_config)
         if lookup is not None and max_plans_in_flight != 1:
@@ -185,6 +190,7 @@ class LLMEngine:
             lookup=lookup,
         )
         self._loop.step_hooks.append(PeriodicLog(self._scheduler))
+        self._trace = None if record_trace is None else RequestTrace(record_trace, block_size)
 
     def __enter__(self) -> Self:
         return self
@@ -274,8 +280,10 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         read = prompt if isinstance(prompt, Prompt) else read_prompt(prompt, self._text.tokenizer)
         token_ids = self._truncated(read.token_ids, params)
-        options = {"priority": priority, "tenant": tenant, "cache_salt": read.cache_salt}
+        options: dict[str, Any] = {"priority": priority, "tenant": tenant, "cache_salt": read.cache_salt}
         loop.add_request(request_id, token_ids, params, read.text, **options)
+        if self._trace is not None:
+            self._trace.added(request_id, token_ids, params, **options)
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -289,7 +297,10 @@ class LLMEngine:
         -----
         Where anything raises, the step is undone: requests are as they were before it, and may go on or be aborted.
         """
-        return self._open_loop().step()
+        outputs = self._open_loop().step()
+        if self._trace is not None:
+            self._trace.told(outputs)
+        return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
         """End requests; what they have so far is dropped, and their blocks are free with the next step.
@@ -304,7 +315,10 @@ class LLMEngine:
         list of str
             Those that had not ended.
         """
-        return self._open_loop().abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        found = self._open_loop().abort([request_ids] if isinstance(request_ids, str) else request_ids)
+        if self._trace is not None:
+            self._trace.aborted(found)
+        return found
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request was added and has not ended."""
@@ -330,6 +344,8 @@ class LLMEngine:
         """Give the memory of the cache back and let go of the model; doing so again changes nothing."""
         self._loop = None
         self._kv_cache = None
+        if self._trace is not None:
+            self._trace.close()
 
     def _open_loop(self) -> EngineLoop:
         if self._loop is None:

@@ -9,6 +9,8 @@ from pagedkv.config import SchedulerConfig
 from pagedkv.exceptions import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     import torch
 
     from pagedkv.models import GGUFLlama, TransformersModel
@@ -35,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     tenant_weights: Mapping[str, float] | None
     speculative_config: Any
     seed: int
+    record_trace: str | PathLike[str] | None
 
 
 def scheduler_limits(

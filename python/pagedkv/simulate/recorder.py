@@ -55,7 +55,8 @@ class TraceRecorder:
         self.block_size = block_size
         self._key = secrets.token_bytes(32)
         self._open: dict[str, dict[str, Any]] = {}
-        self._file = Path(path).open("w")  # noqa: SIM115 - it is open as long as the recorder
+        # Line by line, so that what has ended is there whatever becomes of the process.
+        self._file = Path(path).open("w", buffering=1)  # noqa: SIM115 - it is open as long as the recorder
 
     def added(
         self,
@@ -65,8 +66,11 @@ class TraceRecorder:
         now: float,
         priority: int = 0,
         tenant: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Note a request that came at `now` seconds, by a clock whose beginning does not matter.
+
+        Prompts of different salts share nothing, as in the prefix cache.
 
         Raises
         ------
@@ -80,7 +84,7 @@ class TraceRecorder:
         row: dict[str, Any] = {
             "timestamp": round(1000 * now, 3),
             "input_length": len(prompt_token_ids),
-            "hash_ids": self._hashes(prompt_token_ids),
+            "hash_ids": self._hashes(prompt_token_ids, cache_salt),
             "block_size": self.block_size,
         }
         if priority:
@@ -95,6 +99,10 @@ class TraceRecorder:
         if row is not None:
             row["output_length"] = num_output_tokens
             self._file.write(json.dumps(row) + "\n")
+
+    def dropped(self, request_id: str) -> None:
+        """Forget a request that will not end by itself; one that was never added is passed over."""
+        self._open.pop(request_id, None)
 
     def record(
         self,
@@ -137,9 +145,9 @@ class TraceRecorder:
     ) -> None:
         self.close()
 
-    def _hashes(self, prompt_token_ids: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
+    def _hashes(self, prompt_token_ids: Sequence[int] | np.ndarray[Any, Any], cache_salt: str | None) -> list[int]:
         tokens = np.ascontiguousarray(prompt_token_ids, dtype="<i4")
-        digest, hashes = b"", []
+        digest, hashes = b"" if cache_salt is None else b"\x01" + cache_salt.encode(), []
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
             block = tokens[start : start + self.block_size].tobytes()
             digest = hashlib.blake2b(digest + block, key=self._key, digest_size=16).digest()
