@@ -100,7 +100,7 @@ impl Simulation {
 /// batch_size : int
 ///     Requests in a batch of "fastertransformer".
 /// beam_turnover : float, optional
-///     Chance that a beam goes on from one drawn at random: see docs/paper.md.
+///     Chance that a beam goes on from another one, drawn at random: see docs/paper.md.
 /// beam_seed : int
 ///     Seed of which beams go on.
 /// swap_bandwidth, swap_copy_seconds, swap_copies_per_block, block_bytes
