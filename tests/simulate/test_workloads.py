@@ -68,7 +68,7 @@ def test_read_jsonl_reads_mooncake_traces(traces):
         ("a.csv", "prompt_tokens,output_tokens\n3,four\n", 'line 2: output_tokens is "four"'),
         ("a.csv", "prompt_tokens,output_tokens,arrival\n3,4,-1\n", 'line 2: arrival is "-1"'),
         ("a.csv", "prompt_tokens,output_tokens\n", "no request: expected at least one"),
-        ("a.jsonl", "", "no request: expected at least one"),
+        ("a.jsonl", "", "no request: expected at least one$"),
         ("a.jsonl", '{"timestamp": 0, "output_length": 4}\n', "line 1: input_length is missing"),
         ("a.jsonl", '{"timestamp": 0, "input_length": -4, "output_length": 4}\n', "line 1: input_length is -4"),
         ("a.jsonl", '{"timestamp": "x", "input_length": 4, "output_length": 4}\n', 'line 1: timestamp is "x"'),
@@ -82,6 +82,20 @@ def test_trace_that_is_wrong_is_refused_by_line_and_field(tmp_path, name, conten
     with pytest.raises(ValueError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+def test_workload_says_whether_a_table_has_arrivals(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n3,4\n")
+    workload = Workload.read_table(path)
+    assert not workload.has_arrivals
+    assert not workload.shorter_than(100).has_arrivals
+    assert workload.with_arrivals(1.0).has_arrivals
+
+
+def test_with_shared_prefix_refuses_prompts_that_nobody_can_count():
+    with pytest.raises(ValueError, match=r"^tokens: expected at most \d+, in front of a prompt of 8, found 2147483647"):
+        Workload.from_lengths([8], [1], [0.0]).with_shared_prefix(2**31 - 1)
 
 
 def test_from_lengths_names_the_length_that_is_none():

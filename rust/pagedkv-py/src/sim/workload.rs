@@ -224,6 +224,7 @@ impl Workload {
             (Some(rate), None) => {
                 let arrivals = sim::poisson(workload.requests.len(), rate, seed).map_err(sim_err)?;
                 workload.requests.iter_mut().zip(arrivals).for_each(|(request, arrival)| request.arrival = arrival);
+                workload.has_arrivals = true;
             }
             (None, Some(speedup)) if speedup.is_finite() && speedup > 0.0 => {
                 workload.requests.iter_mut().for_each(|request| request.arrival /= speedup);
@@ -263,6 +264,12 @@ impl Workload {
             (request.tenant, request.priority) = (tenant.cast_unsigned(), priority);
         }
         Ok(workload.into())
+    }
+
+    /// Whether requests have arrivals of their own: recorded in the trace, given, or drawn. Without, all come at once.
+    #[getter]
+    fn has_arrivals(&self) -> bool {
+        self.0.has_arrivals
     }
 
     fn __len__(&self) -> usize {

@@ -44,7 +44,7 @@ impl StaticBatch {
         if workload.sampling != Sampling::Parallel(1) {
             return invalid("sampling", "one sample for each request of a static batch", workload.sampling.width());
         }
-        check_requests(&workload, limits.num_blocks * limits.block_size)?;
+        check_requests(&workload, u64::from(limits.num_blocks) * u64::from(limits.block_size))?;
         Ok(Self {
             workload,
             limits,
@@ -78,9 +78,9 @@ impl StaticBatch {
     }
 }
 
-fn check_requests(workload: &Workload, slots: u32) -> Result<()> {
+fn check_requests(workload: &Workload, slots: u64) -> Result<()> {
     for (request, index) in workload.requests.iter().zip(0..) {
-        let found = request.prompt_tokens + request.output_tokens;
+        let found = u64::from(request.prompt_tokens) + u64::from(request.output_tokens);
         if found > slots {
             return Err(SimError::InvalidRequest {
                 index,

@@ -31,7 +31,7 @@ pub enum TraceError {
     #[error("line 1: no column {0}")]
     NoColumn(&'static str),
     /// A trace without a request.
-    #[error("no request: expected at least one below the header")]
+    #[error("no request: expected at least one")]
     Empty,
     /// A line that is no object of JSON.
     #[error("line {line}: {message}")]

@@ -43,7 +43,7 @@ pub fn read_table(source: impl Read) -> Result<Workload, TraceError> {
             line: line as u32,
         });
     }
-    in_order(requests, Vec::new())
+    Ok(Workload { has_arrivals: arrival.is_some(), ..in_order(requests, Vec::new())? })
 }
 
 /// A workload of requests that were read, in the order of their arrival, from 0 seconds on.
@@ -116,6 +116,13 @@ mod tests {
     }
 
     #[test]
+    fn a_table_without_arrivals_says_so() {
+        let has_arrivals = |table: &str| read_table(table.as_bytes()).unwrap().has_arrivals;
+        assert!(!has_arrivals("prompt_tokens,output_tokens\n3,2\n"));
+        assert!(has_arrivals("arrival,prompt_tokens,output_tokens\n0,3,2\n"));
+    }
+
+    #[test]
     fn a_missing_column_is_named() {
         assert_eq!(refusal("prompt_tokens\n3\n"), "line 1: no column output_tokens");
     }
@@ -134,6 +141,6 @@ mod tests {
 
     #[test]
     fn an_empty_trace_is_refused() {
-        assert_eq!(refusal("prompt_tokens,output_tokens\n"), "no request: expected at least one below the header");
+        assert_eq!(refusal("prompt_tokens,output_tokens\n"), "no request: expected at least one");
     }
 }

@@ -90,7 +90,7 @@ fn last_tokens(said: &[Segment], most: u32, out: &mut Vec<Segment>) -> u32 {
 impl Workload {
     /// Requests that share what their prompts are made of.
     pub fn from_parts(requests: Vec<Request>, segments: Vec<Segment>) -> Self {
-        Self { requests, segments, sampling: Sampling::Parallel(1), shared_prefix_tokens: 0 }
+        Self { requests, segments, has_arrivals: true, sampling: Sampling::Parallel(1), shared_prefix_tokens: 0 }
     }
 }
 

@@ -66,6 +66,8 @@ pub struct Request {
 pub struct Workload {
     /// The requests.
     pub requests: Vec<Request>,
+    /// Whether they were recorded or made up with arrivals; without, all are there from the start.
+    pub has_arrivals: bool,
     /// Parts of prompts that others may share.
     pub segments: Vec<Segment>,
     /// What samples are.
@@ -74,6 +76,8 @@ pub struct Workload {
     pub shared_prefix_tokens: u32,
 }
 
+/// Tokens of the longest prompt: what readers of it count with.
+const LONGEST: u32 = i32::MAX as u32;
 /// Contents from here on are answers.
 const ANSWERS: u64 = 1 << 62;
 /// Contents from here on are what a prompt shares with nobody.
@@ -107,8 +111,7 @@ impl Workload {
             tenant: 0,
             line: 0,
         });
-        let requests = requests.collect();
-        Ok(Self { requests, segments: Vec::new(), sampling: Sampling::Parallel(1), shared_prefix_tokens: 0 })
+        Ok(Self::from_parts(requests.collect(), Vec::new()))
     }
 
     /// The same requests with another kind of samples.
@@ -120,14 +123,15 @@ impl Workload {
     /// The same requests behind a system prompt that all share, which `tokens` more each then have.
     ///
     /// # Errors
-    /// [`SimError::InvalidArgument`] where prompts share something else already.
+    /// [`SimError::InvalidArgument`] where prompts share something else already, or would be too long to count.
     pub fn with_shared_prefix(mut self, tokens: u32) -> Result<Self> {
         if !self.segments.is_empty() {
-            return invalid(
-                "shared_prefix_tokens",
-                "prompts that share nothing else",
-                "a workload with shared content",
-            );
+            return invalid("tokens", "prompts that share nothing else", "a workload with shared content");
+        }
+        let longest = self.requests.iter().map(|request| request.prompt_tokens).max().unwrap_or(0);
+        let most = LONGEST.saturating_sub(longest);
+        if tokens > most {
+            return invalid("tokens", format!("at most {most}, in front of a prompt of {longest}"), tokens);
         }
         if tokens > 0 {
             self.segments.push(Segment { content: SYSTEM, start: 0, len: tokens });
@@ -143,7 +147,8 @@ impl Workload {
     /// The requests that are shorter than `tokens` in all, as the paper filters its traces.
     #[must_use]
     pub fn shorter_than(mut self, tokens: u32) -> Self {
-        self.requests.retain(|request| request.prompt_tokens + request.output_tokens < tokens);
+        let all = |request: &Request| u64::from(request.prompt_tokens) + u64::from(request.output_tokens);
+        self.requests.retain(|request| all(request) < u64::from(tokens));
         self
     }
 
@@ -218,6 +223,18 @@ mod tests {
         assert_eq!((first.len(), second.len()), (7, 9));
         assert_eq!(first[..4], second[..4]);
         assert_ne!(first[4..6], second[4..6]);
+    }
+
+    #[test]
+    fn a_system_prompt_that_nobody_can_count_is_refused() {
+        let error = two().with_shared_prefix(u32::MAX).unwrap_err().to_string();
+        assert_eq!(error, "tokens: expected at most 2147483642, in front of a prompt of 5, found 4294967295");
+    }
+
+    #[test]
+    fn the_longest_requests_are_longer_than_any_number_of_tokens() {
+        let lengths = [Lengths { prompt_tokens: u32::MAX, output_tokens: 2 }];
+        assert!(Workload::new(&lengths, &[0.0]).unwrap().shorter_than(u32::MAX).requests.is_empty());
     }
 
     #[test]
