@@ -66,6 +66,14 @@ def test_bench_scheduler_reads_a_trace_and_its_arrivals(tmp_path):
     assert figures["elapsed_s"] > 2.5
 
 
+def test_bench_scheduler_hits_the_prefixes_of_a_trace(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 33, "output_length": 2, "hash_ids": [1, 2], "block_size": 16}
+    trace.write_text("".join(json.dumps(line | {"timestamp": time}) + "\n" for time in (0, 1000)))
+    [figures] = measure(tmp_path, "trace", "--trace", str(trace), "--use-trace-arrivals")
+    assert figures["tokens"] == 33 + 1 + 1 + 1
+
+
 def test_bench_scheduler_measures_the_lines_of_the_benchmark(tmp_path):
     [line] = measure(tmp_path, "lines", "--only", "burst_256")
     assert (line["what"], line["ours"]) == ("burst_256", 1.0)
@@ -74,9 +82,9 @@ def test_bench_scheduler_measures_the_lines_of_the_benchmark(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "expected one of the columns prompt_tokens"),
-        ("prompt_tokens,output_tokens\n1,x\n", "request 1: output_tokens: expected a whole number, found 'x'"),
-        ("prompt_tokens,output_tokens\n", "expected at least one request"),
+        ("a,b\n1,2\n", "line 1: no column prompt_tokens"),
+        ("prompt_tokens,output_tokens\n1,x\n", 'line 2: output_tokens is "x", expected a whole number'),
+        ("prompt_tokens,output_tokens\n", "no request: expected at least one"),
     ],
 )
 def test_bench_scheduler_says_what_is_wrong_with_a_trace(tmp_path, capsys, text, message):

@@ -27,10 +27,10 @@ ROOMS = {
     "attention": (BASE | {"_core", "kernels", "kv_cache"}, {"numpy", "torch", "cupy"}),
     "planning": (BASE, {"numpy", "rich"}),
     "models": (BASE | {"attention", "kv_cache", "planning"}, {"numpy", "torch", "transformers", "gguf"}),
-    "engine": (MEMORY | {"models", "planning"}, {"numpy", "torch", "transformers", "tqdm", "rich"}),
+    "engine": (MEMORY | {"models", "planning", "simulate"}, {"numpy", "torch", "transformers", "tqdm", "rich"}),
     "simulate": (BASE | {"_core", "planning"}, {"numpy", "rich", "matplotlib"}),
     "server": (BASE | {"engine"}, None),
-    "bench": (MEMORY | {"models", "engine"}, None),
+    "bench": (MEMORY | {"models", "engine", "simulate"}, None),
     "cli": (None, None),
     "__init__": (None, {"numpy"}),
 }

@@ -28,6 +28,7 @@ from pagedkv.bench.lines import requests, steps, waiting
 from pagedkv.bench.lines.measured import Measured as Line
 from pagedkv.config import CacheConfig, SchedulerConfig
 from pagedkv.scheduling import Scheduler
+from pagedkv.simulate.traces import read_trace
 
 WORKLOADS = ("random", "prefix-repetition", "chat", "trace")
 # What `make bench-scheduler` measures through Python, beside a peer: benchmarks/bench_scheduler.py has their limits.
@@ -118,12 +119,9 @@ def make_requests(arguments: argparse.Namespace) -> list[workloads.Request]:
     else:
         if arguments.trace is None:
             raise ValueError("--trace: expected a file for the workload trace, found none")
-        lengths = workloads.read_trace(arguments.trace)
-        lengths = workloads.Lengths(
-            lengths.prompt[:count], lengths.output[:count], None if lengths.arrival is None else lengths.arrival[:count]
-        )
-        recorded = lengths.arrival
-        made = workloads.of_lengths(rng, lengths)
+        trace = read_trace(arguments.trace).first(count)
+        recorded = trace.arrivals if trace.has_arrivals else None
+        made = workloads.recorded(trace)
     prompts, outputs = made
     arrivals = _arrivals(arguments, rng, len(prompts), recorded)
     return [
