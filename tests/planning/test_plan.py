@@ -181,7 +181,9 @@ def test_plan_warns_of_what_limits(change, warning):
     [
         ({"gpu_memory": 0}, "gpu_memory: expected at least 1, found 0"),
         ({"utilization": 1.5}, "utilization: expected a share above 0, at most 1, found 1.5"),
-        ({"kv_cache_dtype": "int4"}, "dtype: expected one of float32"),
+        ({"kv_cache_dtype": "int4"}, "^kv_cache_dtype: expected one of float32"),
+        ({"max_model_len": 0}, "max_model_len: expected at least 1, found 0"),
+        ({"reserve": -1}, "^reserve: expected at least 0, found -1"),
         ({"request": Request(200_000, 1)}, r"prompt_tokens \+ output_tokens: expected at most 131072"),
     ],
 )

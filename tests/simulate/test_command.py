@@ -62,13 +62,33 @@ def test_simulate_replays_a_trace_with_its_own_arrivals(tmp_path):
 
 def test_simulate_drops_longer_requests_only_when_it_is_told_to(tmp_path, capsys):
     trace = tmp_path / "trace.csv"
-    trace.write_text("prompt_tokens,output_tokens\n30,10\n3000,10\n")
+    trace.write_text("arrival,prompt_tokens,output_tokens\n0,30,10\n1,3000,10\n")
     arguments = [trace, "--recorded-arrivals", "--systems", "vllm", "--json", tmp_path / "f.jsonl"]
     assert simulate(*arguments) == 2
     assert "request 1 (line 3): prompt_tokens + output_tokens: expected at most 2048" in capsys.readouterr().err
     assert simulate(*arguments, "--drop-longer") == 0
     [row] = [json.loads(line) for line in (tmp_path / "f.jsonl").read_text().splitlines()]
     assert row["finished"] == 1
+
+
+def test_simulate_refuses_recorded_arrivals_of_a_trace_that_has_none(tmp_path, capsys):
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("prompt_tokens,output_tokens\n30,10\n20,10\n")
+    assert simulate(trace, "--recorded-arrivals") == 2
+    assert f"rate: expected requests a second, because {trace} has no arrivals" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--system-prompt=-5"], "argument --system-prompt: expected a number of at least 0, found -5"),
+        (["--samples", "2", "--beams", "3"], "argument --beams: not allowed with argument --samples"),
+    ],
+)
+def test_simulate_names_the_option_that_cannot_be_read(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        simulate("sharegpt", *arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "fewer"), [(["--longest", 300], 600), (["--system-prompt", 1500], 600)])
@@ -128,6 +148,19 @@ def test_simulate_says_which_extra_has_the_plots(tmp_path, monkeypatch, capsys):
         (["sharegpt", "--seconds", "1e300"], "rate x seconds: expected at most 100,000,000 requests, found 1e+300"),
         (["sharegpt", "--cost-argument", "foo=1"], "cost: expected arguments of fitted: base, per_seq"),
         (["sharegpt", "--cost", "profile"], "--profile: expected a file of measured steps"),
+        (["sharegpt", "--cost", "profile", "--profile", "nofile.csv"], "--profile: expected a file of measured steps"),
+        (["sharegpt", "--profile", "f.csv"], "--profile: expected only with --cost profile"),
+        (["sharegpt", "--cost", "profile", "--cost-argument", "base=1"], "--cost-argument: expected only without"),
+        (["sharegpt", "--only", "fig2"], "--only: expected only with paper"),
+        (["sharegpt", "--recorded-arrivals", "--rates", "3"], "--rates: expected only without --recorded-arrivals"),
+        (["sharegpt", "--recorded-arrivals", "--plot", "f.svg"], "--plot: expected only without --recorded-arrivals"),
+        (["sharegpt", "--systems", "vllm", "--policy", "lpm"], "--policy: expected only with --systems pagedkv"),
+        (["paper", "--rates", "3"], "--rates: expected only with a workload"),
+        (["paper", "--seed", "3"], "--seed: expected only with a workload"),
+        (
+            ["sharegpt", "--block-size", "100000"],
+            "block_size: expected 1 to 15728, the slots of the pool, found 100000",
+        ),
         (["sharegpt", "--cost-argument", "base"], "--cost-argument: expected NAME=NUMBER, found base"),
         (["paper", "--only", "fig3"], "--only: expected fig2, fig13"),
         (["paper", "--traces", "nowhere"], "--traces: expected a folder with sharegpt_lengths.csv"),

@@ -168,9 +168,9 @@ def plan_capacity(
         gpu_memory,
         num_gpus,
         request or Request(),
-        model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+        model.dtype if kv_cache_dtype == "auto" else _known_dtype(kv_cache_dtype),
         block_size,
-        max_model_len or model.max_model_len or 0,
+        _longest(model) if max_model_len is None else max_model_len,
         max_num_seqs,
         model.weight_bytes,
         reserve,
@@ -230,22 +230,32 @@ def _with_kv_heads(model: ModelConfig, num_kv_heads: int) -> ModelConfig:
 
 
 def _checked(question: _Question) -> _Question:
-    for name in ("gpu_memory", "num_gpus", "block_size", "max_num_seqs"):
-        if getattr(question, name) < 1:
-            raise InvalidArgumentError(f"{name}: expected at least 1, found {getattr(question, name)}")
+    least = dict.fromkeys(("gpu_memory", "num_gpus", "block_size", "max_num_seqs", "max_model_len"), 1)
+    for name, value in {**least, "reserve": 0, "weight_bytes": 0}.items():
+        if getattr(question, name) < value:
+            raise InvalidArgumentError(f"{name}: expected at least {value}, found {getattr(question, name)}")
     if not 0 < question.utilization <= 1:
         raise InvalidArgumentError(f"utilization: expected a share above 0, at most 1, found {question.utilization}")
-    if question.reserve < 0 or question.weight_bytes < 0:
-        raise InvalidArgumentError("reserve, weight_bytes: expected bytes of at least 0, found less")
-    if question.max_model_len < 1:
-        raise InvalidArgumentError(
-            "max_model_len: expected the longest sequence, which the model does not say; found none"
-        )
     longest = question.request.prompt_tokens + question.request.output_tokens
     if longest > question.max_model_len:
         expected = f"at most {question.max_model_len} (max_model_len)"
         raise InvalidArgumentError(f"prompt_tokens + output_tokens: expected {expected}, found {longest}")
     return question
+
+
+def _known_dtype(kv_cache_dtype: str) -> str:
+    try:
+        return GroupSpec(1, 1, 8, kv_cache_dtype).dtype
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"kv_cache_{error}") from error
+
+
+def _longest(model: ModelConfig) -> int:
+    if model.max_model_len is None:
+        raise InvalidArgumentError(
+            "max_model_len: expected the longest sequence, which the model does not say; found none"
+        )
+    return model.max_model_len
 
 
 def _groups(question: _Question) -> list[GroupSpec]:

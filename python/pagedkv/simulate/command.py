@@ -1,4 +1,4 @@
-"""Simulate serving: one workload on several systems at several rates, or the experiments of the paper.
+r"""Simulate serving: one workload on several systems at several rates, or the experiments of the paper.
 
 Every system sees the same requests. A workload is made up (sharegpt, alpaca, translation, chat) or a trace: CSV with
 the columns prompt_tokens and output_tokens, Azure's LLM traces, or JSON lines such as Mooncake's and what
@@ -8,7 +8,8 @@ TraceRecorder writes. `paper` runs the experiments of the paper and prints its v
 with samples, beams or shared prefixes it can be above 100 %.
 
     pagedkv simulate sharegpt --rates 0.5 1 1.5 2 --plot latency.svg
-    pagedkv simulate requests.jsonl --recorded-arrivals --systems pagedkv vllm --longest 32768 --num-slots 200000
+    pagedkv simulate requests.jsonl --recorded-arrivals --systems pagedkv vllm --num-slots 200000 \
+        --longest 32768 --drop-longer --max-num-batched-tokens 32768
     pagedkv simulate lengths.csv --rates 1 2 --longest 2048 --drop-longer
     pagedkv simulate alpaca --samples 4 --rates 6 9 12 --systems pagedkv orca_oracle
     pagedkv simulate paper --only fig2 fig12 --plots figures --json paper.jsonl
@@ -43,6 +44,12 @@ SHOWN = {
     "recomputed": ("recomputed", "{:,.0f}"),
     "swapped": ("swapped", "{:,.0f}"),
 }
+# Arguments of the paper's experiments, those that they share with workloads, and those that are read only where
+# requests come at a rate, or by one system.
+OF_PAPER = ("only", "traces", "plots", "format")
+OF_BOTH = ("workload", "jobs", "json")
+OF_RATES = ("rates", "seconds", "plot")
+OF_PAGEDKV = ("prefix_cache", "policy", "preemption")
 # Of tables that go to a file or a pipe, whose width nobody knows.
 WIDTH = 140
 
@@ -55,29 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=_positive, metavar="N", help="processes (default: one a processor)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, one JSON object a line")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["pagedkv", "vllm", "orca_oracle", "orca_max"])
-    arriving = parser.add_argument_group("requests")
-    arriving.add_argument("--rates", nargs="+", type=float, default=[1.0], metavar="R", help="a second (default: 1)")
-    arriving.add_argument("--recorded-arrivals", action="store_true", help="as the trace has them")
-    arriving.add_argument("--seconds", type=float, default=1200.0, help="of arrivals (default: %(default)s)")
-    arriving.add_argument("--max-requests", type=_positive, metavar="N", help="no more than these")
-    arriving.add_argument("--drop-longer", action="store_true", help="drop what has --longest tokens or more")
-    arriving.add_argument("--samples", type=_positive, default=1, metavar="N", help="of each (default: %(default)s)")
-    arriving.add_argument("--beams", type=_positive, metavar="K", help="beams of each, instead of samples")
-    arriving.add_argument("--system-prompt", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
-    machine = parser.add_argument_group("machine (by default the paper's: OPT-13B on an A100 with 40 GB)")
-    machine.add_argument(
-        "--num-slots", type=_positive, default=NUM_SLOTS, metavar="TOKENS", help="(default: %(default)s)"
-    )
-    machine.add_argument("--block-size", type=_positive, default=BLOCK_SIZE, metavar="TOKENS")
-    machine.add_argument(
-        "--longest", type=_positive, default=MAX_MODEL_LEN, metavar="TOKENS", help="(default: %(default)s)"
-    )
-    machine.add_argument("--max-num-batched-tokens", type=_positive, default=MAX_NUM_BATCHED_TOKENS, metavar="N")
-    machine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="(default: 2048, 256 for Orca)")
-    machine.add_argument("--token-bytes", type=_positive, default=819_200, metavar="BYTES", help="of keys and values")
-    machine.add_argument("--prefix-cache", action="store_true", help="of pagedkv")
-    machine.add_argument("--policy", choices=("fcfs", "priority", "lpm", "fair"), default="fcfs", help="of pagedkv")
-    machine.add_argument("--preemption", choices=("recompute", "swap"), default="recompute", help="of pagedkv")
+    _add_requests(parser.add_argument_group("requests"))
+    _add_machine(parser.add_argument_group("machine (by default the paper's: OPT-13B on an A100 with 40 GB)"))
     cost = parser.add_argument_group("cost model")
     cost.add_argument(
         "--cost", choices=("fitted", "roofline", "profile"), default="fitted", help="(default: %(default)s)"
@@ -97,11 +83,63 @@ def configure(parser: argparse.ArgumentParser) -> None:
     paper.add_argument("--format", choices=("svg", "png"), default="svg", help="of the plots (default: %(default)s)")
 
 
+def _add_requests(arriving: argparse._ArgumentGroup) -> None:
+    arriving.add_argument("--rates", nargs="+", type=float, default=[1.0], metavar="R", help="a second (default: 1)")
+    arriving.add_argument("--recorded-arrivals", action="store_true", help="as the trace has them")
+    arriving.add_argument("--seconds", type=float, default=1200.0, help="of arrivals (default: %(default)s)")
+    arriving.add_argument("--max-requests", type=_positive, metavar="N", help="no more than these")
+    arriving.add_argument("--drop-longer", action="store_true", help="drop what has --longest tokens or more")
+    width = arriving.add_mutually_exclusive_group()
+    width.add_argument("--samples", type=_positive, default=1, metavar="N", help="of each (default: %(default)s)")
+    width.add_argument("--beams", type=_positive, metavar="K", help="beams of each, instead of samples")
+    arriving.add_argument(
+        "--system-prompt", type=_not_negative, default=0, metavar="TOKENS", help="that all prompts begin with"
+    )
+
+
+def _add_machine(machine: argparse._ArgumentGroup) -> None:
+    machine.add_argument(
+        "--num-slots", type=_positive, default=NUM_SLOTS, metavar="TOKENS", help="(default: %(default)s)"
+    )
+    machine.add_argument("--block-size", type=_positive, default=BLOCK_SIZE, metavar="TOKENS")
+    machine.add_argument(
+        "--longest", type=_positive, default=MAX_MODEL_LEN, metavar="TOKENS", help="(default: %(default)s)"
+    )
+    machine.add_argument("--max-num-batched-tokens", type=_positive, default=MAX_NUM_BATCHED_TOKENS, metavar="N")
+    machine.add_argument("--max-num-seqs", type=_positive, metavar="N", help="(default: 2048, 256 for Orca)")
+    machine.add_argument("--token-bytes", type=_positive, default=819_200, metavar="BYTES", help="of keys and values")
+    machine.add_argument("--prefix-cache", action="store_true", help="of pagedkv")
+    machine.add_argument("--policy", choices=("fcfs", "priority", "lpm", "fair"), default="fcfs", help="of pagedkv")
+    machine.add_argument("--preemption", choices=("recompute", "swap"), default="recompute", help="of pagedkv")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, show a table, and write the files that were asked for."""
+    _refuse_unused(arguments)
     if arguments.plot is not None or arguments.plots is not None:
         import matplotlib  # noqa: F401, ICN001 - at once, so that nobody waits to hear that it is missing
     return _paper(arguments) if arguments.workload == "paper" else _workload(arguments)
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse arguments that would change nothing, so that nobody takes them for heard."""
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    defaults = vars(parser.parse_args([arguments.workload]))
+    given = [name for name, value in defaults.items() if getattr(arguments, name) != value]
+    is_paper = arguments.workload == "paper"
+    needs = dict.fromkeys(OF_PAPER, (is_paper, "with paper"))
+    if is_paper:
+        needs |= {name: (name in OF_PAPER + OF_BOTH, "with a workload") for name in given}
+    else:
+        needs |= dict.fromkeys(OF_RATES, (not arguments.recorded_arrivals, "without --recorded-arrivals"))
+        needs |= dict.fromkeys(OF_PAGEDKV, ("pagedkv" in arguments.systems, "with --systems pagedkv"))
+        needs["profile"] = (arguments.cost == "profile", "with --cost profile")
+        needs["cost_argument"] = (arguments.cost != "profile", "without --cost profile")
+    for name in given:
+        is_used, expected = needs.get(name, (True, ""))
+        if not is_used:
+            raise ValueError(f"--{name.replace('_', '-')}: expected only {expected}")
 
 
 def _workload(arguments: argparse.Namespace) -> int:
@@ -114,7 +152,7 @@ def _workload(arguments: argparse.Namespace) -> int:
     runs = _runs(arguments)
     with _bar() as bar:
         task = bar.add_task("runs", total=len(runs))
-        found = execute_all(execute, runs, arguments.jobs, lambda done: bar.update(task, completed=done))
+        found = list(execute_all(execute, runs, arguments.jobs, lambda done: bar.update(task, completed=done)))
     rows = [
         {"workload": arguments.workload, "system": run.system, "rate": run.load.rate, "seed": run.load.seed, **figures}
         for run, figures in zip(runs, found, strict=True)
@@ -158,6 +196,8 @@ def _cost(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     if arguments.cost == "profile":
         if arguments.profile is None:
             raise ValueError("--profile: expected a file of measured steps for --cost profile, found none")
+        if not arguments.profile.is_file():
+            raise ValueError(f"--profile: expected a file of measured steps, found none at {arguments.profile}")
         return "profile", {"path": arguments.profile}
     found = {}
     for text in arguments.cost_argument:
@@ -202,7 +242,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 def _run_paper(chosen: list[Experiment], jobs: int | None) -> list[Line]:
     with _bar() as bar:
         task = bar.add_task("runs", total=None)
-        return run_experiments(chosen, jobs, lambda done, total: bar.update(task, completed=done, total=total))
+        return list(run_experiments(chosen, jobs, lambda done, total: bar.update(task, completed=done, total=total)))
 
 
 def _row(line: Line) -> dict[str, Any]:
@@ -242,7 +282,7 @@ def _plot(path: Path, rows: list[dict[str, Any]]) -> None:
 
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        curves.setdefault(row["system"], []).append((row["rate"] or 0.0, row["normalized_latency"]))
+        curves.setdefault(row["system"], []).append((row["rate"], row["normalized_latency"]))
     draw_curves(path, curves, x="requests a second", y="normalized latency, s a token")
 
 
@@ -259,7 +299,15 @@ def _bar() -> Progress:
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a number of at least {least}, found {text}")
     return value

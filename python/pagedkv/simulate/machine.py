@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
+from pagedkv.exceptions import InvalidArgumentError
 
 # Slots for 15.7 thousand tokens (the paper's Table 1): what 0.95 of 42.3e9 bytes leaves beside weights, activations and
 # 1 GiB of workspace, by the artifact's formula.
@@ -61,6 +62,12 @@ class Machine:
     preemption_mode: str = "recompute"
     ageing: int | None = 256
     eviction_policy: str = "lru"
+
+    def __post_init__(self) -> None:
+        """Check that the pool has a block."""
+        if not 1 <= self.block_size <= self.num_slots:
+            expected = f"1 to {self.num_slots}, the slots of the pool"
+            raise InvalidArgumentError(f"block_size: expected {expected}, found {self.block_size}")
 
     def cache_config(self) -> CacheConfig:
         """Return the pool, the null block besides."""
