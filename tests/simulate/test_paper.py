@@ -13,7 +13,7 @@ def chosen(*names):
 
 
 def test_memory_of_figure_2_is_the_papers_within_its_tolerance():
-    lines = run_experiments(chosen("fig2"), jobs=1)
+    lines = list(run_experiments(chosen("fig2"), jobs=1))
     assert len(lines) == 14
     assert [line.what for line in lines if not line.holds] == []
     assert min(line.ours for line in lines if line.what.endswith(("vllm_token", "pagedkv_token"))) >= 96
@@ -50,6 +50,7 @@ def test_every_experiment_has_a_name_of_its_own_and_runs():
         (Line("x", "u", 4.9, 6.0, 1.0), False),
         (Line("x", "u", 3.0, between=(1.0, 2.0)), False),
         (Line("x", "u", 3.0, between=(1.0, float("inf"))), True),
+        (Line("x", "u", 95.9, 96.3, 2.5, (96.0, 100.0)), False),
         (Line("x", "u", 3.0, 2.0), None),
     ],
 )
@@ -66,10 +67,18 @@ def test_sustained_rate_lies_where_latency_passes_the_threshold():
 
 def test_runs_in_other_processes_give_the_same_figures():
     runs = [Run(Load("alpaca", rate, 20.0), "pagedkv") for rate in (2.0, 5.0)]
-    assert execute_all(execute, runs, jobs=2) == execute_all(execute, runs, jobs=1)
+    assert list(execute_all(execute, runs, jobs=2)) == list(execute_all(execute, runs, jobs=1))
 
 
 def test_progress_is_told_after_each_task():
     told = []
-    execute_all(execute, [Run(Load("alpaca", 2.0, 5.0), "vllm")] * 3, jobs=1, progress=told.append)
+    list(execute_all(execute, [Run(Load("alpaca", 2.0, 5.0), "vllm")] * 3, jobs=1, progress=told.append))
     assert told == [1, 2, 3]
+
+
+def test_lines_of_an_experiment_come_before_the_next_one_is_done():
+    told = []
+    lines = run_experiments(chosen("tenants", "capacity"), jobs=1, progress=lambda done, total: told.append(done))
+    ended = [(line.what, len(told)) for line in lines]
+    assert ended[0] == ("capacity_llama13b", 0)
+    assert ended[-1] == ("tenants_fair", 3)

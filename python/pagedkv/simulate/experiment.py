@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -17,6 +17,7 @@ import numpy as np
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.simulate import CostModel, Workload, simulate
 from pagedkv.simulate.machine import Machine
+from pagedkv.simulate.traces import has_prefixes, read_trace
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -108,19 +109,22 @@ class Load:
 
     def _recorded(self) -> Workload:
         path = Path(self.source)
-        has_prefixes = path.suffix in {".jsonl", ".json"}
-        workload = self._shorter(Workload.read_jsonl(path) if has_prefixes else Workload.read_table(path))
+        workload = self._shorter(read_trace(path))
         if self.rate is None:
+            if not workload.has_arrivals:
+                raise InvalidArgumentError(
+                    f"rate: expected requests a second, because {path} has no arrivals, found None"
+                )
             return workload if self.max_requests is None else workload.first(self.max_requests)
-        return self._rearranged(workload, has_prefixes=has_prefixes)
+        return self._rearranged(workload, is_table=not has_prefixes(path))
 
-    def _rearranged(self, workload: Workload, *, has_prefixes: bool) -> Workload:
+    def _rearranged(self, workload: Workload, *, is_table: bool) -> Workload:
         """Return as many of the trace's requests as the rate asks for, shuffled; repeated where there are too few.
 
         A table has lengths alone; requests with prefixes keep their order, and are not repeated.
         """
         count = self._count()
-        if not has_prefixes:
+        if is_table:
             chosen = np.random.default_rng(self.seed).permutation(np.arange(count) % len(workload))
             lengths = workload.prompt_tokens[chosen], workload.output_tokens[chosen]
             return Workload.from_lengths(*lengths, [0.0] * count).with_arrivals(self.rate, seed=self.seed)
@@ -239,8 +243,8 @@ def execute_all(
     tasks: Sequence[Task],
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> list[Answer]:
-    """Do tasks in processes of their own, and return their answers in the order of the tasks.
+) -> Iterator[Answer]:
+    """Do tasks in processes of their own; yield their answers in their order, each as soon as it can be.
 
     Parameters
     ----------
@@ -255,22 +259,27 @@ def execute_all(
     """
     jobs = min(jobs or os.cpu_count() or 1, len(tasks))
     if jobs <= 1:
-        return list(_one_by_one(function, tasks, progress))
+        yield from _one_by_one(function, tasks, progress)
+        return
     answers: dict[int, Answer] = {}
+    num_told = 0
     # Spawned, not forked: what a parent has open and running stays its own.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(function, task): place for place, task in enumerate(tasks)}
-        for done in as_completed(waiting):
+        for num_done, done in enumerate(as_completed(waiting), 1):
             answers[waiting[done]] = done.result()
             if progress is not None:
-                progress(len(answers))
-    return [answers[place] for place in range(len(tasks))]
+                progress(num_done)
+            while num_told in answers:
+                yield answers.pop(num_told)
+                num_told += 1
 
 
 def _one_by_one(
     function: Callable[[Task], Answer], tasks: Sequence[Task], progress: Callable[[int], None] | None
-) -> Iterable[Answer]:
+) -> Iterator[Answer]:
     for done, task in enumerate(tasks, 1):
-        yield function(task)
+        answer = function(task)
         if progress is not None:
             progress(done)
+        yield answer

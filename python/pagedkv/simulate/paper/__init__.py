@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pagedkv.simulate import Workload
 from pagedkv.simulate.experiment import Run, execute, execute_all
-from pagedkv.simulate.paper import beyond, capacity, memory, swapping, throughput
+from pagedkv.simulate.paper import beyond, capacity, causes, memory, models, swapping, throughput
 from pagedkv.simulate.paper.lines import Line
 from pagedkv.simulate.paper.memory import Sources
 from pagedkv.simulate.sustained import sustained_rate
@@ -59,6 +60,7 @@ def experiments(sources: Sources, mooncake: Path | None = None) -> list[Experime
         Experiment("fig2", execute, dict(memory.figure_2_runs(sources)), memory.figure_2, FIGURE_2_SEEDS),
         Experiment("fig13", execute, dict(memory.figure_13_runs(sources)), memory.figure_13, FIGURE_13_SEEDS),
         _search("fig12", throughput.figure_12_searches(sources), throughput.figure_12),
+        _search("fig12_models", models.searches(sources), models.ratios),
         Experiment("fig12_curves", execute, dict(throughput.curve_runs(sources)), lambda answers: []),
         Experiment("fig15", execute, dict(memory.figure_15_runs(sources)), memory.figure_15),
         Experiment(
@@ -68,6 +70,9 @@ def experiments(sources: Sources, mooncake: Path | None = None) -> list[Experime
         _search("chat", throughput.chat_searches(), throughput.chat),
         _search("sharing", throughput.sharing_searches(sources), throughput.sharing),
         _search("sharing_memory_alone", memory_alone, lambda answers: throughput.sharing(answers, "_memory_alone")),
+        Experiment("fig13_causes", execute, dict(causes.alpaca_runs(sources)), causes.alpaca),
+        Experiment("beam_causes", execute, dict(causes.turnover_runs(sources)), causes.turnovers),
+        _search("sharing_causes", causes.sharing_searches_by_cost(sources), causes.sharing_by_cost),
         Experiment("swap", execute, dict(swapping.end_to_end_runs(sources)), _swap_lines),
         Experiment("block_size", execute, dict(memory.block_size_runs(sources)), memory.block_sizes),
         _search("fp8", beyond.fp8_searches(sources), beyond.fp8),
@@ -82,8 +87,8 @@ def experiments(sources: Sources, mooncake: Path | None = None) -> list[Experime
 
 def run_experiments(
     chosen: Sequence[Experiment], jobs: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> list[Line]:
-    """Do the tasks of all experiments, fill in their answers, and return the lines in their order.
+) -> Iterator[Line]:
+    """Do the tasks of all experiments, fill in their answers, and yield the lines, of each experiment when it is done.
 
     Parameters
     ----------
@@ -101,13 +106,10 @@ def run_experiments(
         for task in _with_seeds(one, experiment.num_seeds)
     ]
     answers = execute_all(_call, tasks, jobs, None if progress is None else lambda done: progress(done, len(tasks)))
-    lines, at = [], 0
     for experiment in chosen:
         for key in experiment.tasks:
-            experiment.answers[key] = _mean(answers[at : at + experiment.num_seeds])
-            at += experiment.num_seeds
-        lines += experiment.lines(experiment.answers)
-    return lines
+            experiment.answers[key] = _mean(list(islice(answers, experiment.num_seeds)))
+        yield from experiment.lines(experiment.answers)
 
 
 def _call(task: tuple[Callable[[Any], Any], Any]) -> Any:

@@ -21,7 +21,7 @@ class Line:
     tolerance : float, optional
         How far `ours` may lie from `paper`, in the unit of both.
     between : tuple of float, optional
-        Where the paper gives a range: the least and the most.
+        The least and the most that it may be, by the paper's range or by what is asked for.
     better : str
         Whether a higher or a lower value is better.
     must_reach : str
@@ -51,8 +51,9 @@ class Line:
     @property
     def holds(self) -> bool | None:
         """Whether the figure is what it must be; None where nothing is asked of it."""
+        asked = []
         if self.between is not None:
-            return self.between[0] <= self.ours <= self.between[1]
-        if self.paper is None or self.tolerance is None:
-            return None
-        return abs(self.ours - self.paper) <= self.tolerance
+            asked.append(self.between[0] <= self.ours <= self.between[1])
+        if self.paper is not None and self.tolerance is not None:
+            asked.append(abs(self.ours - self.paper) <= self.tolerance)
+        return all(asked) if asked else None

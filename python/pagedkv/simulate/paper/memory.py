@@ -16,6 +16,7 @@ FIGURE_2 = {
     "orca_oracle": {"token": 38.2, "reservation": 25.2, "internal": 0.0, "external": 36.6},
 }
 VLLM_TOKENS = 96.3
+LEAST_TOKENS = 96.0
 FIGURE_2_POINTS = 2.5
 
 # Figure 13: requests that run at once.
@@ -62,8 +63,9 @@ def figure_2(found: dict[str, Figures]) -> list[Line]:
         share = 100 * found[system]["token_share"]
         what = f"fig2_{SHORT[system]}_token"
         note = "" if system == "vllm" else "the scheduler of this package"
-        must = ">= 96 %"
-        lines.append(Line(what, "% of the pool", share, VLLM_TOKENS, FIGURE_2_POINTS, None, "higher", must, note))
+        must = f">= {LEAST_TOKENS:g} %"
+        between = (LEAST_TOKENS, 100.0)
+        lines.append(Line(what, "% of the pool", share, VLLM_TOKENS, FIGURE_2_POINTS, between, "higher", must, note))
     return lines
 
 
