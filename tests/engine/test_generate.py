@@ -1,6 +1,7 @@
 """What `LLM.generate` promises, on a small model with random weights."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -279,7 +280,10 @@ def test_llm_logs_preemptions(tiny_model, open_llm, caplog):
     with caplog.at_level(logging.INFO, logger="pagedkv"), open_llm(tiny_model, block_size=8, num_blocks=10) as llm:
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.scheduler.num_preemptions > 0
-    assert "preempted sample 0 of request 2" in caplog.text
+    told = r"preempted sample 0 of request 2, .*: (\d+) tokens lost, cache usage (.*) % before and (.*) % now"
+    num_tokens, before, now = map(float, re.search(told, caplog.text).groups())
+    assert len(PROMPTS[2]) <= num_tokens < len(PROMPTS[2]) + GREEDY.max_tokens
+    assert 100 >= before > now > 0
 
 
 def test_llm_fills_the_memory_that_it_is_given(tiny_model):

@@ -9,11 +9,12 @@ from pagedkv import SamplingParams
 
 PROMPTS = [[5] * 9, [6, 7]]
 STRIDE = 13  # of some 2,000 bytecodes
+FILES = ("engine/loop.py", "engine/runner.py")
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 
 
 class InterruptBefore:
-    """Raises KeyboardInterrupt before the bytecode of the given number in the loop's file; a context manager."""
+    """Raises KeyboardInterrupt before the bytecode of the given number in the loop's files; a context manager."""
 
     def __init__(self, number):
         self.remaining = number
@@ -26,7 +27,7 @@ class InterruptBefore:
         sys.settrace(None)
 
     def trace(self, frame, event, argument):
-        if not frame.f_code.co_filename.endswith("engine/loop.py"):
+        if not frame.f_code.co_filename.endswith(FILES):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

@@ -1,5 +1,6 @@
 """Requests that go out to host memory and come back: the same tokens as without."""
 
+import logging
 import math
 
 import pytest
@@ -46,6 +47,13 @@ def test_generate_gives_the_same_samples_when_several_of_a_prompt_swap(tiny_mode
     got, _, num_swaps = run(tiny_model, params, num_blocks=24, preemption_mode="swap")
     assert num_swaps > 0
     assert got == want
+
+
+def test_llm_says_that_what_goes_to_host_memory_may_not_be_lost(tiny_model, caplog):
+    with caplog.at_level(logging.INFO, logger="pagedkv"):
+        _, num_preemptions, _ = run(tiny_model, num_blocks=18, preemption_mode="swap")
+    assert num_preemptions > 0
+    assert caplog.text.count(": at most ") == caplog.text.count("preempted sample ") == num_preemptions
 
 
 def test_llm_refuses_swap_without_host_blocks(tiny_model):

@@ -1,9 +1,8 @@
-"""The loop of continuous batching: schedule, apply, run, sample, commit."""
+"""The loop of continuous batching: schedule, apply, run, commit, tell."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,23 +12,19 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from pagedkv.engine.admission import Admission
-from pagedkv.engine.drawn import Drawn, DrawnBeams, checked_drafts
-from pagedkv.engine.logprobs import row_logprobs
 from pagedkv.engine.prompt_logprobs import PromptRows
+from pagedkv.engine.runner import StepRunner
 from pagedkv.engine.sample import Sample
-from pagedkv.engine.sampler import sample_tokens
-from pagedkv.engine.samples import NO_LOGPROBS, SampleTable
+from pagedkv.engine.samples import SampleTable
 from pagedkv.engine.sampling_params import RequestOutputKind
 from pagedkv.exceptions import InvalidArgumentError, StateError
 
 if TYPE_CHECKING:
     from pagedkv.config import SchedulerConfig
     from pagedkv.engine.beam_search import BeamSearchParams
-    from pagedkv.engine.drawn import Taken
+    from pagedkv.engine.drawn import Drawn, DrawnBeams, Taken
     from pagedkv.engine.outputs import FinishReason, RequestOutput
     from pagedkv.engine.prompt_lookup import PromptLookup
     from pagedkv.engine.request import EngineRequest
@@ -89,8 +84,6 @@ class EngineLoop:
     ----------
     step_hooks : list of callable
         Called with a `StepEvent` after each commit.
-    forward_seconds : float
-        Time spent in the model's forward passes so far.
     """
 
     def __init__(
@@ -106,8 +99,6 @@ class EngineLoop:
         lookup: PromptLookup | None = None,
     ) -> None:
         self.step_hooks: list[Callable[[StepEvent], object]] = []
-        self.forward_seconds = 0.0
-        self._model = model
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._limits = limits
@@ -121,11 +112,25 @@ class EngineLoop:
         self._beams: set[int] = set()
         self._prompt_rows = PromptRows(text.token_text)
         self._table = SampleTable(limits.max_num_seqs, limits.max_model_len, model.vocab_size)
+        self._runner = StepRunner(
+            model,
+            kv_cache,
+            self._table,
+            self._prompt_rows,
+            self._requests,
+            self._beams,
+            checks_drafts=lookup is not None,
+        )
         self._plans: deque[StepPlan] = deque()
         self._drawn: deque[Drawn] = deque()
         self._usage = 0.0
         # Lines of the samples that drew in the last step and go on: those that drafts may be proposed for.
         self._going_on = np.empty(0, np.intp)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time spent in the model's forward passes so far."""
+        return self._runner.forward_seconds
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -245,7 +250,8 @@ class EngineLoop:
         self._kv_cache.apply(plan)
         if self._kv_cache.host_blocks:
             self._end_transfers()
-        self._drawn.append(self._run(plan))
+        previous_tokens = self._drawn[-1].tokens if self._drawn else None
+        self._drawn.append(self._runner.run(plan, previous_tokens))
         return plan.num_tokens > 0
 
     def _propose_drafts(self, lookup: PromptLookup) -> None:
@@ -261,76 +267,23 @@ class EngineLoop:
         if ended.size:
             self._scheduler.transfers_done(ended)
 
-    def _run(self, plan: StepPlan) -> Drawn:
-        counts = np.diff(plan.sample_start_loc)
-        rows, handles = plan.sample_rows, np.repeat(plan.handles, counts)
-        positions, lines = plan.positions[rows], self._lines(plan, counts)
-        parameters = self._table.parameters(lines)
-        numbers = parameters["sample"].astype(np.int64)
-        if not plan.num_tokens:
-            return Drawn(torch.empty(0, dtype=torch.int32), positions, lines, handles, numbers)
-        logits = self._forward(plan, rows)
-        tokens = sample_tokens(self._table.adjust(logits, lines, positions), parameters, positions)
-        wanted = self._table.num_logprobs(lines)
-        logprobs, logprob_rows = None, None
-        if (wanted > NO_LOGPROBS).any():
-            at = np.flatnonzero(wanted > NO_LOGPROBS)
-            logprob_rows = np.full(len(rows), -1, np.intp)
-            logprob_rows[at] = np.arange(len(at))
-            logprobs = row_logprobs(logits[at], tokens[at], -1 if wanted.min() == -1 else int(wanted.max()))
-        beams = self._step_beams(logits, handles, numbers) if self._beams else []
-        firsts, drafts = checked_drafts(plan, counts) if self._lookup is not None else (None, None)
-        return Drawn(tokens, positions, lines, handles, numbers, firsts, drafts, logprobs, logprob_rows, beams)
-
-    def _forward(self, plan: StepPlan, rows: NDArray[np.int32]) -> torch.Tensor:
-        previous_tokens = self._drawn[-1].tokens if self._drawn else None
-        prompt_rows = self._prompt_rows.rows(plan)
-        start = time.perf_counter()
-        if not prompt_rows.size:
-            logits = self._model.forward(plan, self._kv_cache, previous_tokens)
-            self.forward_seconds += time.perf_counter() - start
-            return logits
-        more = np.concatenate([rows, prompt_rows])
-        logits = self._model.forward(plan, self._kv_cache, previous_tokens, more)
-        self.forward_seconds += time.perf_counter() - start
-        self._prompt_rows.take(plan, logits[len(rows) :])
-        return logits[: len(rows)]
-
-    def _step_beams(
-        self, logits: torch.Tensor, handles: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> list[DrawnBeams]:
-        found = []
-        for handle in self._beams.intersection(handles.tolist()):
-            beams = self._requests[handle].beams
-            rows = np.flatnonzero(handles == handle)
-            assert beams is not None
-            found.append(DrawnBeams(handle, rows, beams.step(logits[rows], numbers[rows].tolist())))
-        return found
-
-    def _lines(self, plan: StepPlan, counts: NDArray[np.int32]) -> NDArray[np.intp]:
-        lines = self._table.lines(np.repeat(plan.rows, counts))
-        # A prompt of which several samples are drawn has one row.
-        for at in np.flatnonzero(counts > 1):
-            start = plan.sample_start_loc[at]
-            if plan.sample_rows[start] != plan.sample_rows[start + 1]:
-                continue  # one sample, of which drafts are checked
-            lines[start : start + counts[at]] = self._requests[int(plan.handles[at])].lines
-        return lines
-
     def _note_changes(self, plan: StepPlan) -> None:
         for row, request_id, sample in plan.new:
             request = self._requests[self._handles[request_id]]
             if not request.lines.size:
                 request.lines = self._table.add(request)
             self._table.seat(row, request.lines[sample])
+        # Where blocks go to host memory, those that find no room there are lost all the same.
+        at_most = "at most " if self._limits.preemption_mode == "swap" else ""
         for row, request_id, sample in plan.preempted:
             num_tokens = self._table.num_tokens(self._requests[self._handles[request_id]].lines[sample])
             self._table.leave(row)
             logger.info(
-                "preempted sample %d of request %s, which will come back: %d tokens lost, cache usage %.1f %% before"
+                "preempted sample %d of request %s, which will come back: %s%d tokens lost, cache usage %.1f %% before"
                 " and %.1f %% now",
                 sample,
                 request_id,
+                at_most,
                 max(num_tokens - 1, 0),
                 100 * self._usage,
                 100 * self._scheduler.usage,
