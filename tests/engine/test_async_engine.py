@@ -33,6 +33,12 @@ async def last(engine, prompt, params=GREEDY, **options):
     return found
 
 
+async def until_busy(engine):
+    """Wait until a block is held."""
+    while engine.engine.scheduler.usage == 0:
+        await asyncio.sleep(0.005)
+
+
 async def until_idle(engine):
     """Wait until no block is held; fail after a while."""
     for _ in range(200):
@@ -77,8 +83,7 @@ def test_cancelled_task_frees_its_blocks(make):
 
     async def main():
         task = asyncio.create_task(last(engine, PROMPT, LONG))
-        while engine.engine.scheduler.usage == 0:
-            await asyncio.sleep(0.005)
+        await until_busy(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -111,8 +116,7 @@ def test_aborted_request_ends_with_that_reason(make):
 
     async def main():
         async def abort():
-            while engine.engine.scheduler.usage == 0:
-                await asyncio.sleep(0.005)
+            await until_busy(engine)
             await engine.abort("a")
 
         output, _ = await asyncio.gather(last(engine, PROMPT, LONG, request_id="a"), abort())
@@ -169,8 +173,7 @@ def test_failed_step_is_told_to_every_request_and_to_those_that_come(make, tiny_
 
     async def main():
         running = asyncio.create_task(last(engine, PROMPT, LONG))
-        while engine.engine.scheduler.usage == 0:
-            await asyncio.sleep(0.005)
+        await until_busy(engine)
         tiny_model.register_forward_pre_hook(fail)
         with pytest.raises(EngineDeadError, match="no room for activations"):
             await running
@@ -188,8 +191,7 @@ def test_shutdown_tells_what_runs(make):
 
     async def main():
         running = asyncio.create_task(last(engine, PROMPT, LONG))
-        while engine.engine.scheduler.usage == 0:
-            await asyncio.sleep(0.005)
+        await until_busy(engine)
         await asyncio.to_thread(engine.shutdown)
         await asyncio.to_thread(engine.shutdown)
         with pytest.raises(EngineDeadError, match="closed"):

