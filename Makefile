@@ -62,6 +62,15 @@ test-full: lint test-rust ## `test` and what takes longer
 compile-all: develop ## every variant of every CUDA kernel for every architecture
 	$(BIN)/pytest tests/kernels/test_compile.py
 
+# On the machine with the GPU there is nothing of ours but the checkout and .gpu/, and nothing can be fetched.
+.PHONY: gpu-pack
+gpu-pack: develop ## into .gpu/: a wheel and compiled kernels, which gpu-check needs on a machine with a GPU
+	PYTHONPATH=benchmarks:tests/cuda_host $(BIN)/python -m gpu_check.pack
+
+.PHONY: gpu-check
+gpu-check: ## correctness and speed on a GPU, from what gpu-pack made; OUT=DIR takes the record
+	PYTHONPATH=benchmarks $(PYTHON) -m gpu_check --out $(or $(OUT),.gpu/out)
+
 .PHONY: test-rust
 test-rust: develop
 	cargo test --workspace $(LOCKED) --quiet

@@ -1,0 +1,115 @@
+"""The engine on the GPU: greedy tokens of a random model in bfloat16, against transformers' own."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gpu_check.runner import write_result
+from pagedkv import LLM, SamplingParams
+
+PROMPT_LENGTHS = (1, 5, 16, 33, 90, 200, 450, 700)
+MAX_TOKENS = 32
+# Rounding that adds up tells two tokens apart whose logits lie nearer than this part of the largest one.
+LEAST_MARGIN = 0.02
+# Our engine goes on from transformers' own tokens every few of them, so that one near call does not hide the rest.
+WINDOW = 4
+# So many of all tokens must be compared for the stage to mean anything.
+LEAST_COMPARED = 0.25
+
+
+@dataclass(frozen=True)
+class Window:
+    """A prompt, and the greedy tokens behind it up to the first of which rounding might make another."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+def make_model(device: str, **sizes: Any) -> LlamaForCausalLM:
+    """Return a model with random weights, so large that its output varies."""
+    torch.manual_seed(0)
+    defaults: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(defaults | sizes))).to(torch.bfloat16)
+    return model.to(device).eval()
+
+
+def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Return prompts of random tokens; the last two begin alike, so that one hits what the other left."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    shared = min(len(prompts[-1]), len(prompts[-2])) // 2
+    prompts[-1][:shared] = prompts[-2][:shared]
+    return prompts
+
+
+def windows(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> list[Window]:
+    """Ask transformers, with its own attention and its own cache."""
+    ids = torch.tensor([prompt], device=model.device)
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(result.logits).float().topk(2).values
+    is_sure = ((best[:, 0] - best[:, 1]) >= LEAST_MARGIN * best[:, 0].abs()).tolist()
+    tokens = result.sequences[0, len(prompt) :].tolist()
+    found = []
+    for start in range(0, max_tokens, WINDOW):
+        sure = is_sure[start : start + WINDOW]
+        count = ([*sure, False]).index(False)
+        found.append(Window(prompt + tokens[:start], tokens[start : start + count]))
+    return found
+
+
+def compare(wanted: list[Window], found: list[list[int]]) -> list[str]:
+    """Return which tokens differ that rounding can't explain."""
+    return [
+        f"after {len(want.prompt)} tokens: expected {want.tokens}, found {got[: len(want.tokens)]}"
+        for want, got in zip(wanted, found, strict=True)
+        if got[: len(want.tokens)] != want.tokens
+    ]
+
+
+def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: int = MAX_TOKENS, **sizes: Any) -> int:
+    """Compare both, twice: the second time all prefixes come from the cache."""
+    model = make_model(device, **sizes)
+    prompts = make_prompts(model.config.vocab_size, lengths)
+    wanted = [window for prompt in prompts for window in windows(model, prompt, max_tokens)]
+    compared = sum(len(want.tokens) for want in wanted) / (max_tokens * len(prompts))
+    params = SamplingParams(temperature=0, max_tokens=WINDOW, ignore_eos=True)
+    wrong, hits = {}, 0
+    with LLM(model, max_num_batched_tokens=256, max_model_len=1024) as llm:
+        for time in ("cold", "warm"):
+            outputs = llm.generate([want.prompt for want in wanted], params, use_tqdm=False)
+            wrong[time] = compare(wanted, [list(output.outputs[0].token_ids) for output in outputs])
+            hits = sum(output.num_cached_tokens or 0 for output in outputs)
+    write_result(tokens=sum(len(want.tokens) for want in wanted), compared=compared, wrong=wrong, cached_tokens=hits)
+    for lines in wrong.values():
+        print(*lines, sep="\n")
+    if compared < LEAST_COMPARED:
+        print(f"expected {LEAST_COMPARED:.0%} of the tokens to be sure, found {compared:.0%}")
+    return int(any(wrong.values()) or compared < LEAST_COMPARED or hits == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(check("cuda"))
