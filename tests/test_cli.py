@@ -3,6 +3,7 @@
 import builtins
 import io
 import json
+import runpy
 import sys
 
 import numpy as np
@@ -55,6 +56,13 @@ def test_bench_scheduler_repeats_itself_with_the_same_seed(tmp_path):
     first, again, other = ([run[name] for name in timeless] for run in runs)
     assert first == again
     assert first != other
+
+
+def test_package_runs_as_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pagedkv", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("pagedkv", run_name="__main__")
+    assert capsys.readouterr().out == "pagedkv 0\n"
 
 
 def test_bench_scheduler_reads_a_trace_and_its_arrivals(tmp_path):

@@ -33,6 +33,7 @@ ROOMS = {
     "bench": (MEMORY | {"models", "engine", "simulate"}, None),
     "cli": (None, None),
     "__init__": (None, {"numpy"}),
+    "__main__": ({"cli"}, set()),
 }
 
 CRATES = {
