@@ -87,6 +87,7 @@ MALFORMED = [
     (COMPLETIONS, completion(stream=True, echo=True), 400, "echo"),
     (COMPLETIONS, completion(suffix="z"), 400, "suffix"),
     (COMPLETIONS, completion(best_of=3), 400, "best_of"),
+    (COMPLETIONS, completion(guided_json={}), 400, "guided_json"),
     (COMPLETIONS, completion(priority=1), 400, "priority"),
     (COMPLETIONS, completion(priority="high"), 400, "priority"),
     (COMPLETIONS, completion(cache_salt=""), 400, "cache_salt"),
@@ -117,12 +118,19 @@ MALFORMED = [
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools"),
     (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
     (CHAT, chat(audio={"voice": "x"}), 400, "audio"),
+    (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
+    (CHAT, chat(modalities=["text", "audio"]), 400, "modalities"),
     (CHAT, chat(chat_template="{{ x }}"), 400, "chat_template"),
     (CHAT, chat(chat_template_kwargs={"unknown": 1}), 400, "chat_template_kwargs"),
     (CHAT, chat(request_id="a\r\nX-Evil: 1"), 400, "request_id"),
     (CHAT, chat(continue_final_message=True), 400, "continue_final_message"),
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": 5}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": SAY}, 400, "prompt"),
+    ("/tokenize", {"messages": SAY, "chat_template": "x"}, 400, "chat_template"),
+    ("/tokenize", {"messages": SAY, "chat_template_kwargs": {"unknown": 1}}, 400, "chat_template_kwargs"),
+    ("/tokenize", {"messages": SAY, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
+    ("/tokenize", {"messages": SAY, "continue_final_message": True}, 400, "continue_final_message"),
     ("/detokenize", {}, 400, "tokens"),
     ("/detokenize", {"tokens": [300]}, 400, "tokens"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
@@ -140,6 +148,17 @@ def test_malformed_request_is_told_its_field(server, path, body, status, param):
     assert error["type"].endswith("Error")
     found = error["param"]
     assert found == param or (param is not None and found is not None and found.split(".")[0] == param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto", "modalities": ["text"], "response_format": {"type": "text"}},
+        {"tools": None, "audio": None, "chat_template": None, "guided_json": None, "response_format": None},
+    ],
+)
+def test_field_that_asks_for_nothing_is_passed_over(server, fields):
+    assert server.post(CHAT, chat(**fields)).status_code == 200
 
 
 def test_server_lives_after_all_of_them(server):

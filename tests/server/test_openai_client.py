@@ -183,6 +183,17 @@ def test_stream_ends_with_done(server):
     assert events[-1] == "data: [DONE]"
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}), ("top_logprobs", {"top_logprobs": 1})],
+)
+def test_refused_field_is_told_to_the_client(client, field, fields):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, **fields)
+    assert caught.value.param == field
+    assert caught.value.body["message"].startswith(f"{field}: expected nothing, because")
+
+
 def test_async_client_runs_many_at_once(server):
     async def main():
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:

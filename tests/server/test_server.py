@@ -146,6 +146,23 @@ def test_tokens_come_of_text_and_text_of_tokens(server):
     assert bytes(chat["tokens"]).decode() == "<user>x<a>"
 
 
+def test_conversation_is_tokenized_as_a_chat_writes_it(server, monkeypatch):
+    def render(messages, tokenize, add_generation_prompt, continue_final_message, mood="calm"):
+        return f"{messages[0]['content']} {mood} {add_generation_prompt} {continue_final_message}"
+
+    monkeypatch.setattr(server.engine.engine.get_tokenizer(), "apply_chat_template", render, raising=False)
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"mood": "glad"},
+    }
+    tokens = server.post("/tokenize", body).json()["tokens"]
+    assert bytes(tokens).decode() == "x glad False True"
+    chat = server.post("/v1/chat/completions", body | {"max_tokens": 1, "return_token_ids": True}).json()
+    assert chat["prompt_token_ids"] == tokens
+
+
 def test_version_load_and_ping_answer(server):
     assert server.get("/version").json() == {"version": "unknown"}
     assert server.get("/load").json() == {"server_load": 0}

@@ -80,9 +80,9 @@ def from_validation(error: ValidationError) -> APIError:
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "extra_forbidden":
-        return APIError(400, f"{param}: expected nothing of that name, found {_short(first['input'])}", param)
+        return APIError(400, f"{param}: expected nothing of that name, found {short(first['input'])}", param)
     message = first["msg"].removeprefix("Value error, ")
-    return APIError(400, f"{param or 'body'}: {message}, found {_short(first['input'])}", param)
+    return APIError(400, f"{param or 'body'}: {message}, found {short(first['input'])}", param)
 
 
 def from_engine(error: Exception, names: dict[str, str] | None = None) -> APIError:
@@ -109,6 +109,7 @@ def from_engine(error: Exception, names: dict[str, str] | None = None) -> APIErr
     return APIError(500, "the server failed; its log says more")
 
 
-def _short(found: Any) -> str:
+def short(found: Any) -> str:
+    """Return what was found as an error shows it."""
     text = repr(found)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pagedkv.engine import AsyncLLMEngine, RequestOutput
     from pagedkv.engine.stream import Stream
-    from pagedkv.server.protocol import ChatCompletionRequest, CompletionRequest
+    from pagedkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
 # Text that takes long enough to tokenize for others to wait is tokenized in a thread.
 _LONG_TEXT = 20_000
@@ -76,14 +76,14 @@ class Generator:
         text = self.render(body)
         return Prompt(text, await self.tokenize(text, add_special_tokens=False))
 
-    def render(self, body: Any) -> str:
+    def render(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
         """Return a conversation as the chat template writes it."""
-        variables = getattr(body, "chat_template_kwargs", {})
+        variables = body.chat_template_kwargs
         render = partial(
             self.engine.engine.text.render_chat,
             [message.as_dict() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=getattr(body, "continue_final_message", False),
+            continue_final_message=body.continue_final_message,
         )
         try:
             return render(**variables)
@@ -108,24 +108,19 @@ class Generator:
 
         return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
 
-    def params(self, body: Any, prompts: Sequence[Prompt], max_tokens: int | None, **more: Any) -> SamplingParams:
+    def params(
+        self, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int | None, **more: Any
+    ) -> SamplingParams:
         """Return the sampling parameters of a body, or say which field is wrong."""
-        prompt_field, length_field = (
-            ("messages", "max_tokens") if hasattr(body, "messages") else ("prompt", "max_tokens")
-        )
-        if getattr(body, "max_completion_tokens", None) is not None:
-            length_field = "max_completion_tokens"
-        self._check_lengths(body, prompts, max_tokens, prompt_field, length_field)
+        self._check_lengths(body, prompts, max_tokens)
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         try:
             return SamplingParams(max_tokens=max_tokens, output_kind=kind, **{**body.sampling_fields(), **more})
         except (InvalidArgumentError, UnsupportedError) as error:
-            raise from_engine(error, {"max_tokens": length_field}) from error
+            raise from_engine(error, {"max_tokens": body.length_field}) from error
 
-    def _check_lengths(
-        self, body: Any, prompts: Sequence[Prompt], max_tokens: int | None, prompt_field: str, length_field: str
-    ) -> None:
-        longest = self.max_model_len
+    def _check_lengths(self, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int | None) -> None:
+        longest, prompt_field, length_field = self.max_model_len, body.prompt_field, body.length_field
         for prompt in prompts:
             if not prompt.token_ids:
                 raise APIError(400, f"{prompt_field}: expected at least one token, found none", prompt_field)
@@ -149,7 +144,12 @@ class Generator:
                 )
 
     async def start(
-        self, body: Any, prompts: Sequence[Prompt], params: SamplingParams, name: str, tenant: str | None
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        name: str,
+        tenant: str | None,
     ) -> list[Stream]:
         """Hand requests over, one per prompt; all are taken, or none."""
         streams: list[Stream] = []
@@ -163,7 +163,7 @@ class Generator:
         except BaseException as error:
             self.discard(streams)
             if isinstance(error, Exception):
-                raise from_engine(error, {"prompt_token_ids": _field_of_prompt(body)}) from error
+                raise from_engine(error, {"prompt_token_ids": body.prompt_field}) from error
             raise
         return streams
 
@@ -228,7 +228,3 @@ class Generator:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _field_of_prompt(body: Any) -> str:
-    return "messages" if hasattr(body, "messages") else "prompt"

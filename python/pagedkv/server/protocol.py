@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from pagedkv.server.errors import APIError
+from pagedkv.server.errors import APIError, short
 
 _MAX_LOGPROBS = 20
 
@@ -42,6 +42,20 @@ _RESERVED_VARIABLES = frozenset(
 # Fields that change nothing here: accounts, storage and routing of OpenAI's own service.
 _Ignored = Annotated[Any, Field(default=None)]
 
+
+def _unless(*harmless: Any) -> AfterValidator:
+    """Return what refuses a field that is not implemented, but for values that ask for nothing."""
+
+    def check(found: Any, info: ValidationInfo) -> Any:
+        if found is None or found in harmless:
+            return found
+        name = info.field_name
+        raise APIError(400, f"{name}: expected nothing, because it is not implemented, found {short(found)}", name)
+
+    return AfterValidator(check)
+
+
+_Refused = Annotated[Any, _unless()]
 
 # Fields that go to `SamplingParams` as they are.
 _SAMPLING_FIELDS = (
@@ -78,18 +92,16 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class _Generation(_Body):
-    """Fields of both kinds of completion."""
+class GenerationRequest(_Body):
+    """Fields of both kinds of completion.
 
-    # What is not implemented, and the values that ask for nothing.
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-    }
+    Attributes
+    ----------
+    prompt_field : str
+        The field that has what is continued.
+    """
+
+    prompt_field: ClassVar[str]
 
     model: str | None = None
     n: int = 1
@@ -126,19 +138,15 @@ class _Generation(_Body):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: str | None = None
     return_token_ids: bool = False
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: Annotated[Any, _unless({"type": "text"})] = None
+    structured_outputs: _Refused = None
+    guided_json: _Refused = None
+    guided_regex: _Refused = None
+    guided_choice: _Refused = None
+    guided_grammar: _Refused = None
 
     @model_validator(mode="after")
-    def _refuse(self) -> _Generation:
-        for name, harmless in self.refused.items():
-            found = getattr(self, name)
-            if found is not None and found not in harmless:
-                raise APIError(400, f"{name}: expected nothing, because it is not implemented, found {found!r}", name)
+    def _check_generation(self) -> GenerationRequest:
         if self.request_id is not None:
             check_request_id("request_id", self.request_id)
         if self.stream_options is not None and not self.stream:
@@ -146,6 +154,11 @@ class _Generation(_Body):
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= _MAX_LOGPROBS:
             raise _out_of_range("prompt_logprobs", self.prompt_logprobs)
         return self
+
+    @property
+    def length_field(self) -> str:
+        """The field that bounds the output."""
+        return "max_tokens"
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the keywords of `SamplingParams` that were given."""
@@ -155,16 +168,16 @@ class _Generation(_Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = _Generation.refused | {"suffix": ("",), "best_of": (1,)}
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
     logprobs: int | None = None
-    suffix: Any = None
-    best_of: Any = None
+    suffix: Annotated[Any, _unless("")] = None
+    best_of: Annotated[Any, _unless(1)] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -200,50 +213,16 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content or "", **named}
 
 
-class ChatCompletionRequest(_Generation):
-    """The body of `/v1/chat/completions`."""
+class _Conversation(_Body):
+    """How a chat template is to write messages."""
 
-    refused: ClassVar[dict[str, tuple[Any, ...]]] = _Generation.refused | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "chat_template": (),
-    }
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    parallel_tool_calls: _Ignored
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    chat_template: Any = None
+    chat_template: _Refused = None
 
     @model_validator(mode="after")
-    def _check(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None:
-            if not self.logprobs:
-                raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
-            if not 0 <= self.top_logprobs <= _MAX_LOGPROBS:
-                raise _out_of_range("top_logprobs", self.top_logprobs)
+    def _check_conversation(self) -> _Conversation:
         if reserved := sorted(_RESERVED_VARIABLES.intersection(self.chat_template_kwargs)):
             message = f"chat_template_kwargs: expected none of what is set by the server, found {', '.join(reserved)}"
             raise APIError(400, message, "chat_template_kwargs")
@@ -253,14 +232,49 @@ class ChatCompletionRequest(_Generation):
         return self
 
 
-class TokenizeRequest(_Body):
+class ChatCompletionRequest(_Conversation, GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    parallel_tool_calls: _Ignored
+    tools: Annotated[Any, _unless([])] = None
+    tool_choice: Annotated[Any, _unless("none", "auto")] = None
+    functions: Annotated[Any, _unless([])] = None
+    function_call: Annotated[Any, _unless("none", "auto")] = None
+    modalities: Annotated[Any, _unless(["text"])] = None
+    audio: _Refused = None
+    prediction: _Refused = None
+    web_search_options: _Refused = None
+    reasoning_effort: _Refused = None
+    verbosity: _Refused = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
+            if not 0 <= self.top_logprobs <= _MAX_LOGPROBS:
+                raise _out_of_range("top_logprobs", self.top_logprobs)
+        return self
+
+    @property
+    def length_field(self) -> str:
+        """The field that bounds the output: the newer name, if it was used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class TokenizeRequest(_Conversation):
     """The body of `/tokenize`: a text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
