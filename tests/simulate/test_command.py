@@ -109,6 +109,13 @@ def test_simulate_says_that_held_tokens_count_for_each_that_shares_them(tmp_path
     assert "tokens of shared blocks count for each sequence" in " ".join(capsys.readouterr().out.split())
 
 
+def test_simulate_at_a_rate_names_the_line_of_a_request_that_is_too_long(tmp_path, capsys):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("prompt_tokens,output_tokens\n30,10\n3000,10\n40,10\n")
+    assert simulate(trace, "--rates", 1, "--seconds", 60) == 2
+    assert "(line 3): prompt_tokens + output_tokens: expected at most 2048" in capsys.readouterr().err
+
+
 def test_simulate_repeats_a_table_whatever_its_file_is_called(tmp_path):
     trace = tmp_path / "lengths.txt"
     trace.write_text("prompt_tokens,output_tokens\n30,10\n20,10\n")

@@ -93,6 +93,16 @@ def test_workload_says_whether_a_table_has_arrivals(tmp_path):
     assert workload.with_arrivals(1.0).has_arrivals
 
 
+def test_take_repeats_requests_with_all_but_their_arrivals():
+    workload = Workload.from_lengths([8, 9], [1, 2], [0.0, 5.0]).with_tenants([1, 2], [0, 3])
+    taken = workload.take(np.array([1, 0, 1]))
+    assert taken.prompt_tokens.tolist() == [9, 8, 9]
+    assert taken.tenants.tolist() == [2, 1, 2]
+    assert not taken.has_arrivals
+    with pytest.raises(ValueError, match=r"^places: expected places of 2 requests, found -1"):
+        workload.take([-1])
+
+
 def test_with_shared_prefix_refuses_prompts_that_nobody_can_count():
     with pytest.raises(ValueError, match=r"^tokens: expected at most \d+, in front of a prompt of 8, found 2147483647"):
         Workload.from_lengths([8], [1], [0.0]).with_shared_prefix(2**31 - 1)

@@ -126,8 +126,7 @@ class Load:
         count = self._count()
         if is_table:
             chosen = np.random.default_rng(self.seed).permutation(np.arange(count) % len(workload))
-            lengths = workload.prompt_tokens[chosen], workload.output_tokens[chosen]
-            return Workload.from_lengths(*lengths, [0.0] * count).with_arrivals(self.rate, seed=self.seed)
+            return workload.take(chosen).with_arrivals(self.rate, seed=self.seed)
         if count > len(workload):
             expected = f"at most {len(workload)} requests of a trace with prefixes"
             raise InvalidArgumentError(f"rate x seconds: expected {expected}, found {count}")

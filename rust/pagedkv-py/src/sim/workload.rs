@@ -247,6 +247,12 @@ impl Workload {
         workload.into()
     }
 
+    /// The requests at these places, in this order and without arrivals; a place may come again.
+    fn take(&self, places: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let places = ids("places", places)?;
+        Ok(sim::Workload::clone(&self.0).take(&places).map_err(sim_err)?.into())
+    }
+
     /// The same requests with tenants, numbers of which 0 is nobody, and priorities, lower ones more urgent.
     fn with_tenants(&self, tenants: &Bound<'_, PyAny>, priorities: &Bound<'_, PyAny>) -> PyResult<Self> {
         let mut workload = sim::Workload::clone(&self.0);

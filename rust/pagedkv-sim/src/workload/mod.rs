@@ -152,6 +152,20 @@ impl Workload {
         self
     }
 
+    /// The requests at these places, in this order and without arrivals; a place may come again.
+    ///
+    /// # Errors
+    /// [`SimError::InvalidArgument`] for a place where there is no request.
+    pub fn take(mut self, places: &[i32]) -> Result<Self> {
+        let at = |place: &i32| match usize::try_from(*place).ok().and_then(|place| self.requests.get(place)) {
+            Some(request) => Ok(Request { arrival: 0.0, ..*request }),
+            None => invalid("places", format!("places of {} requests", self.requests.len()), place),
+        };
+        self.requests = places.iter().map(at).collect::<Result<_>>()?;
+        self.has_arrivals = false;
+        Ok(self)
+    }
+
     /// The tokens of a prompt.
     pub fn prompt(&self, index: u32) -> Vec<i32> {
         let request = &self.requests[index as usize];
@@ -235,6 +249,18 @@ mod tests {
     fn the_longest_requests_are_longer_than_any_number_of_tokens() {
         let lengths = [Lengths { prompt_tokens: u32::MAX, output_tokens: 2 }];
         assert!(Workload::new(&lengths, &[0.0]).unwrap().shorter_than(u32::MAX).requests.is_empty());
+    }
+
+    #[test]
+    fn requests_taken_again_keep_their_line_and_have_no_arrival() {
+        let mut workload = two();
+        workload.requests[1] = Request { line: 7, tenant: 3, arrival: 9.0, ..workload.requests[1] };
+        let taken = workload.clone().take(&[1, 0, 1]).unwrap();
+        assert!(!taken.has_arrivals);
+        assert_eq!(taken.requests[2], Request { arrival: 0.0, ..workload.requests[1] });
+        assert_ne!(taken.prompt(0), taken.prompt(2));
+        let error = workload.take(&[0, 2]).unwrap_err().to_string();
+        assert_eq!(error, "places: expected places of 2 requests, found 2");
     }
 
     #[test]
