@@ -31,6 +31,15 @@ def test_sampler_draws_the_best_token_when_greedy(logits):
     assert set(draw(logits, 3, temperature=0)) == {int(logits.argmax())}
 
 
+@pytest.mark.parametrize("vocabulary", [1, 50, 256, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampler_draws_the_first_of_equally_good_tokens_when_greedy(vocabulary, dtype):
+    logits = torch.randint(-3, 3, (40, vocabulary), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[0], logits[1, : vocabulary // 2] = -torch.inf, -torch.inf
+    found = sample_tokens(logits, parameters(40, temperature=0), positions(40))
+    assert found.tolist() == logits.argmax(-1).tolist()
+
+
 def test_sampler_draws_the_best_token_when_top_k_is_one(logits):
     assert set(draw(logits, 100, top_k=1)) == {int(logits.argmax())}
 
