@@ -7,11 +7,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import linear, silu
 from torch.utils.dlpack import from_dlpack
 
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.models.gguf_file import GGUFFile
+from pagedkv.models.linear import Linear
 from pagedkv.models.metadata import AttentionMetadata
 from pagedkv.models.storage import choose_storage
 from pagedkv.planning.layers import LayerShape, group_layers
@@ -25,18 +25,18 @@ ARCHITECTURES = ("llama", "qwen2")
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Linear
+    out: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 class GGUFLlama:
     """A decoder of Llama's architecture, with its weights unpacked and its keys and values in a paged cache.
 
-    It has the methods of `TransformersModel`. Queries, keys and values are one product, gate and up another; residuals
-    are added within products, and the weights of a norm are multiplied into those of the product behind it.
+    It has the methods of `TransformersModel`. Queries, keys and values are one product; residuals are added and
+    gates multiplied within products, and the weights of a norm are multiplied into those of the product behind it.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class GGUFLlama:
         self.vocab_size = len(self._embedding)
         self._layers = [self._read_layer(file, number, dtype) for number in range(int(file.size("block_count")))]
         head = "output.weight" if file.has("output.weight") else "token_embd.weight"
-        self._head = _behind_norm(file, "output_norm.weight", [head], dtype)
+        self._head = Linear(_behind_norm(file, "output_norm.weight", [head], dtype))
         file.check_all_read()
         shape = LayerShape(self._num_kv_heads, self._head_dim, self._window)
         self.layers = dict.fromkeys(range(len(self._layers)), shape)
@@ -139,7 +139,7 @@ class GGUFLlama:
         cos, sin = (turned.to(x.dtype)[:, None] for turned in (angles.cos(), angles.sin()))
         for number, layer in enumerate(self._layers):
             x = self._run_layer(number, layer, x, cos, sin, step)
-        return linear(self._normed(x[sample_rows]), self._head)
+        return self._head(self._normed(x[sample_rows]))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Divide rows by their root mean square; torch's `rms_norm` takes three times as many passes."""
@@ -157,10 +157,8 @@ class GGUFLlama:
     ) -> torch.Tensor:
         num_q, num_kv, head_dim = self._num_q_heads, self._num_kv_heads, self._head_dim
         num_tokens = x.shape[0]
-        qkv = linear(self._normed(x), layer.qkv, layer.qkv_bias).view(num_tokens, num_q + 2 * num_kv, head_dim)
-        # Queries and keys are turned together: each pair of elements, half a head apart, by its angle.
-        first, second = qkv[:, : num_q + num_kv].chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        qkv = layer.qkv(self._normed(x)).view(num_tokens, num_q + 2 * num_kv, head_dim)
+        turned = _turn(qkv[:, : num_q + num_kv], cos, sin)  # queries and keys together
         attended = step.attend(
             number,
             turned[:, :num_q],
@@ -171,9 +169,9 @@ class GGUFLlama:
             soft_cap=None,
             sinks=None,
         )
-        x = torch.addmm(x, attended.reshape(num_tokens, num_q * head_dim), layer.out)
-        gate, up = linear(self._normed(x), layer.gate_up).chunk(2, dim=-1)
-        return torch.addmm(x, silu(gate).mul_(up), layer.down)
+        x = layer.out.plus(attended.reshape(num_tokens, num_q * head_dim), x)
+        normed = self._normed(x)
+        return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
 
     def _read_layer(self, file: GGUFFile, number: int, dtype: torch.dtype) -> _Layer:
         block = f"blk.{number}"
@@ -186,14 +184,24 @@ class GGUFLlama:
         if file.has(f"{block}.attn_q.bias"):
             biases = [_in_halves(file.tensor(f"{block}.{name}.bias"), heads.get(name)) for name in names]
             bias = torch.cat(biases)
-        mlp = [f"{block}.{name}.weight" for name in ("ffn_gate", "ffn_up")]
+        norm = f"{block}.ffn_norm.weight"
         return _Layer(
-            qkv,
-            bias,
-            file.tensor(f"{block}.attn_output.weight").t(),
-            _behind_norm(file, f"{block}.ffn_norm.weight", mlp, dtype),
-            file.tensor(f"{block}.ffn_down.weight").t(),
+            Linear(qkv, bias),
+            Linear(file.tensor(f"{block}.attn_output.weight")),
+            Linear(_behind_norm(file, norm, [f"{block}.ffn_gate.weight"], dtype)),
+            Linear(_behind_norm(file, norm, [f"{block}.ffn_up.weight"], dtype)),
+            Linear(file.tensor(f"{block}.ffn_down.weight")),
         )
+
+
+def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of elements, half a head apart, by its angle."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.empty(heads.shape, dtype=heads.dtype)
+    low, high = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=high).addcmul_(first, sin)
+    return turned
 
 
 def _behind_norm(
