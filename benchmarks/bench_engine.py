@@ -101,7 +101,9 @@ class Peer:
         tokenizer.save_pretrained(self._folder.name)
         dtype = str(model.dtype).removeprefix("torch.")
         script = ROOT / "benchmarks" / "peers" / "vllm_cpu_engine.py"
-        threads = {"OMP_NUM_THREADS": str(NUM_THREADS), "VLLM_CPU_OMP_THREADS_BIND": "all"}
+        # By itself it would leave a core to others.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:NUM_THREADS]))
+        threads = {"OMP_NUM_THREADS": str(NUM_THREADS), "VLLM_CPU_OMP_THREADS_BIND": cores}
         command = [environment / "bin" / "python", script, self._folder.name, dtype]
         self._program = Program(command, os.environ | threads)
         self.name = self._program.read("its start")["peer"]
