@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedkv.engine.checks import A_BOOL, A_TEMPERATURE, Check, integer, is_number, mistake
+from pagedkv.engine.checks import A_BOOL, A_TEMPERATURE, Check, check_fields, integer, is_number
 
 # Scores of beams that do not count.
 _NONE = -1.0e9
@@ -54,9 +54,7 @@ class BeamSearchParams:
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        for name, (expected, is_right) in _CHECKS.items():
-            if not is_right(found := getattr(self, name)):
-                raise mistake(name, expected, found)
+        check_fields(self, _CHECKS)
 
 
 _CHECKS: dict[str, Check] = {

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -17,6 +17,13 @@ Check = tuple[str, Callable[[Any], bool]]
 def mistake(field: str, expected: str, found: object) -> InvalidArgumentError:
     """Return the error that names a field, what was expected and what was found."""
     return InvalidArgumentError(f"{field}: expected {expected}, found {found!r}")
+
+
+def check_fields(found: object, checks: Mapping[str, Check]) -> None:
+    """Refuse an object of which a field is not what its check expects."""
+    for name, (expected, is_right) in checks.items():
+        if not is_right(value := getattr(found, name)):
+            raise mistake(name, expected, value)
 
 
 def is_number(found: object) -> bool:

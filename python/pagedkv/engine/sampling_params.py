@@ -10,6 +10,7 @@ from pagedkv.engine.checks import (
     A_TEMPERATURE,
     Check,
     between,
+    check_fields,
     integer,
     is_integer,
     is_number,
@@ -143,9 +144,7 @@ class SamplingParams:
         for name, default in _NOT_IMPLEMENTED.items():
             if (found := getattr(self, name)) != default:
                 raise UnsupportedError(f"{name}: expected {default}, because it is not implemented, found {found!r}")
-        for name, (expected, is_right) in _CHECKS.items():
-            if not is_right(found := getattr(self, name)):
-                raise mistake(name, expected, found)
+        check_fields(self, _CHECKS)
         self._check_together()
         self._set("stop", _texts("stop", self.stop))
         self._set("bad_words", _texts("bad_words", self.bad_words))
