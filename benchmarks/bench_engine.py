@@ -145,6 +145,7 @@ def add_lines(report: lines.Report, work: Work, measured: Measured, peers: list[
 def main() -> None:
     parser = lines.parser(__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each line (default: %(default)s)")
+    parser.add_argument("--work", choices=[work.what for work in WORK], help="one work alone, for a short turn")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.basicConfig(level="INFO", format="%(message)s")
@@ -157,7 +158,7 @@ def main() -> None:
     report = lines.Report("engine", arguments.json)
     outside: dict[str, list[float]] = {}
     run(llm, Work("warm-up", 2, 2), Measured())
-    for work in WORK:
+    for work in WORK if arguments.work is None else [work for work in WORK if work.what == arguments.work]:
         measured, peers = Measured(), []
         for _ in range(arguments.runs):
             peers += [peer.run(work)] if peer else []

@@ -26,7 +26,7 @@ ROOMS = {
     "kv_cache": (BASE | {"_core", "kernels"}, {"numpy", "torch", "cupy"}),
     "attention": (BASE | {"_core", "kernels", "kv_cache"}, {"numpy", "torch", "cupy"}),
     "planning": (BASE, {"numpy", "rich"}),
-    "models": (BASE | {"attention", "kv_cache", "planning"}, {"numpy", "torch", "transformers", "gguf"}),
+    "models": (BASE | {"attention", "kv_cache", "planning"}, {"numpy", "torch", "transformers", "gguf", "safetensors"}),
     "engine": (MEMORY | {"models", "planning", "simulate"}, {"numpy", "torch", "transformers", "tqdm", "rich"}),
     "simulate": (BASE | {"_core", "planning"}, {"numpy", "rich", "matplotlib"}),
     "server": (BASE | {"engine"}, None),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagedkv.engine import BeamSearchParams as BeamSearchParams
     from pagedkv.engine import CompletionOutput as CompletionOutput
     from pagedkv.engine import LLMEngine as LLMEngine
+    from pagedkv.engine import LoRARequest as LoRARequest
     from pagedkv.engine import PagedCache as PagedCache
     from pagedkv.engine import RequestOutput as RequestOutput
     from pagedkv.engine import RequestOutputKind as RequestOutputKind
@@ -68,6 +69,7 @@ _ENGINE = (
     "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
+    "LoRARequest",
     "PagedCache",
     "RequestOutput",
     "RequestOutputKind",

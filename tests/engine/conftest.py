@@ -103,6 +103,18 @@ def random_case(request, make_case):
     return make_case(model_type, seed, (1, 5, 17, 32, 45, 70), **options)
 
 
+@pytest.fixture(scope="session")
+def make_model():
+    """Return a function that makes a small model with random weights."""
+    return build
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens():
+    """Return a function that gives transformers' greedy tokens."""
+    return reference
+
+
 @pytest.fixture
 def tiny_model():
     """Return a model with random weights that a test may change."""

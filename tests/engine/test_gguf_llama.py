@@ -6,7 +6,7 @@ import torch
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.exceptions import UnsupportedError
-from pagedkv.models import GGUFLlama, load_model
+from pagedkv.models import GGUFLlama, TransformersModel, load_model, open_model
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 256, 64, 4, 2, 96, 3
 PROMPTS = [[5], [9] * 17, list(range(30, 75))]
@@ -147,3 +147,9 @@ def test_gguf_llama_gives_the_tokens_of_smollm2(smollm_file, smollm_case):
     with LLM(smollm_file, dtype="float32", num_blocks=512, max_model_len=1024) as llm:
         outputs = llm.generate(smollm_case.prompts, smollm_case.params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == smollm_case.expected
+
+
+def test_gguf_model_that_takes_adapters_is_run_by_transformers(tmp_path, letters):
+    write(tmp_path / "tiny.gguf")
+    model, _ = open_model(tmp_path / "tiny.gguf", letters, "float32", for_adapters=True)
+    assert isinstance(model, TransformersModel)

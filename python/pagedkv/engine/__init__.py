@@ -6,6 +6,7 @@ from pagedkv.engine.llm import LLM
 from pagedkv.engine.llm_engine import LLMEngine
 from pagedkv.engine.logprobs import Logprob
 from pagedkv.engine.loop import StepEvent
+from pagedkv.engine.lora import LoRARequest
 from pagedkv.engine.outputs import CompletionOutput, RequestOutput
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.transformers_cache import PagedCache
@@ -18,6 +19,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PagedCache",
     "RequestOutput",

@@ -12,7 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from pagedkv.engine.llm_engine import LLMEngine
-from pagedkv.engine.options import EngineOptions
+from pagedkv.engine.options import EngineOptions, RequestOptions
 from pagedkv.engine.prompts import read_prompt
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
 from pagedkv.engine.stream import Stream
@@ -124,18 +124,18 @@ class AsyncLLMEngine:
         prompt: Any,
         sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        tenant: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Run a request.
 
         Parameters
         ----------
-        prompt, sampling_params, priority, tenant
+        prompt, sampling_params
             As for `LLMEngine.add_request`.
         request_id : str, optional
             Its name; by default one that is free.
+        **options
+            The keywords of `LLMEngine.add_request`: `priority`, `tenant`, `lora_request`.
 
         Yields
         ------
@@ -157,7 +157,7 @@ class AsyncLLMEngine:
         When the task is cancelled or the iterator closed, the request is aborted: its blocks are free when the step in
         flight has ended.
         """
-        stream = self.add_request(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        stream = self.add_request(prompt, sampling_params, request_id, **options)
         async for output in self.follow(stream):
             yield output
 
@@ -182,9 +182,7 @@ class AsyncLLMEngine:
         prompt: Any,
         sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        tenant: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Hand a request over; `generate` is this and the reading of the stream. Called in a running event loop."""
         self._check_running()
@@ -202,7 +200,7 @@ class AsyncLLMEngine:
             if stream.has_ended:
                 return
             try:
-                self._engine.add_request(request_id, read, params, priority=priority, tenant=tenant)
+                self._engine.add_request(request_id, read, params, **options)
                 _call(stream.loop, stream.accept)
             except Exception as error:
                 self._tell(stream, error)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from pagedkv.engine.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from pagedkv.engine.llm_engine import LLMEngine
 from pagedkv.engine.loop import StepEvent
+from pagedkv.engine.lora import LoRARequest
 from pagedkv.engine.options import EngineOptions
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.engine.progress import Progress
@@ -25,36 +26,17 @@ if TYPE_CHECKING:
     from pagedkv.kv_cache import KVCache
     from pagedkv.scheduling import Scheduler, SchedulerStats
 
-_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
-
 
 class LLM:
     """A language model of transformers with its keys and values in a paged cache.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel, str or path
-        A model; or the folder of one, a ``.gguf`` file, or a name that transformers knows.
-    tokenizer : tokenizer, str or path, optional
-        A tokenizer, or where to load one; by default it comes from where the model is loaded. Without one, prompts are
-        token ids and outputs have no text.
-    dtype : str or torch.dtype
-        Element type of the weights: "auto", "float32", "float16" or "bfloat16".
+    model, tokenizer, dtype
+        As for `LLMEngine`, which says what is raised and how a model that was given is run.
     **options
         The keywords of `LLMEngine`: sizes of the cache and of batches, prefix caching, preemption, order of requests,
-        speculative decoding, seed.
-
-    Raises
-    ------
-    UnsupportedError
-        If the model needs something that is not implemented; the message names it.
-    InvalidArgumentError
-        If an argument is out of its range.
-
-    Notes
-    -----
-    A model that was given is run with another attention implementation during each step, and has its own between
-    steps. An LLM belongs to one thread.
+        speculative decoding, adapters, seed.
 
     Examples
     --------
@@ -115,6 +97,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts, all in one continuous batch.
 
@@ -128,6 +111,8 @@ class LLM:
             Whether to show a progress bar, or what makes one in the place of `tqdm.tqdm`.
         priority : list of int, optional
             One per prompt, lower first, where `scheduling_policy` is "priority".
+        lora_request : LoRARequest, or list of LoRARequest or None, optional
+            The adapter of all prompts, or one for each, where `enable_lora` is true.
 
         Returns
         -------
@@ -153,7 +138,7 @@ class LLM:
         )
         # One output per request is made, at its end, whatever the caller would stream.
         final = [replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in params]
-        return self._run(read, final, use_tqdm, priority)
+        return self._run(read, final, use_tqdm, priority, lora_request)
 
     def chat(
         self,
@@ -164,6 +149,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations, written down by the tokenizer's chat template.
 
@@ -181,6 +167,8 @@ class LLM:
             Whether the text ends with the beginning of an answer.
         continue_final_message : bool
             Whether the answer goes on with the last message; not with `add_generation_prompt`.
+        lora_request : LoRARequest, or list of LoRARequest or None, optional
+            As for `generate`.
 
         Returns
         -------
@@ -198,13 +186,14 @@ class LLM:
         # The template has written the special tokens.
         ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
         prompts = [{"prompt": text, "prompt_token_ids": own} for text, own in zip(texts, ids, strict=True)]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
         prompts: Any,
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the most probable continuations of prompts by beam search.
 
@@ -214,7 +203,7 @@ class LLM:
             As for `generate`.
         params : BeamSearchParams or list of BeamSearchParams
             One for all prompts, or one for each.
-        use_tqdm : bool or callable
+        use_tqdm, lora_request
             As for `generate`.
 
         Returns
@@ -229,7 +218,7 @@ class LLM:
         """
         read = read_prompts(prompts, self.get_tokenizer())
         own = _per_prompt("params", params, BeamSearchParams, len(read))
-        outputs = self._run(read, own, use_tqdm, None)
+        outputs = self._run(read, own, use_tqdm, None, lora_request)
         return [_beam_output(output, params) for output, params in zip(outputs, own, strict=True)]
 
     def get_metrics(self) -> SchedulerStats:
@@ -250,16 +239,19 @@ class LLM:
         params: Sequence[SamplingParams | BeamSearchParams],
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prompts):
             raise InvalidArgumentError(f"priority: expected one for each of {len(prompts)}, found {len(priority)}")
+        adapters = _per_prompt("lora_request", lora_request, LoRARequest, len(prompts), is_optional=True)
         order: dict[str, int] = {}
         try:
             for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 order[request_id] = number
-                self._engine.add_request(request_id, prompt, own, priority=priority[number] if priority else 0)
+                options = {"priority": priority[number] if priority else 0, "lora_request": adapters[number]}
+                self._engine.add_request(request_id, prompt, own, **options)
             outputs = self._finish(use_tqdm, len(prompts))
         except BaseException:
             self._engine.abort_request(order)
@@ -277,17 +269,20 @@ class LLM:
 
 
 def _per_prompt(
-    argument: str, params: _Params | Sequence[_Params], kind: type[_Params], num_prompts: int
-) -> Sequence[_Params]:
-    if isinstance(params, kind):
-        return [params] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(each, kind) for each in params):
-        raise InvalidArgumentError(f"{argument}: expected {kind.__name__}, or a list of them, found {params!r}")
-    if len(params) != num_prompts:
+    argument: str, given: Any, kind: type[Any], num_prompts: int, *, is_optional: bool = False
+) -> Sequence[Any]:
+    def is_one(found: Any) -> bool:
+        return isinstance(found, kind) or (is_optional and found is None)
+
+    if is_one(given):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or not all(map(is_one, given)):
+        raise InvalidArgumentError(f"{argument}: expected {kind.__name__}, or a list of them, found {given!r}")
+    if len(given) != num_prompts:
         raise InvalidArgumentError(
-            f"{argument}: expected one, or one for each of {num_prompts} prompts, found {len(params)}"
+            f"{argument}: expected one, or one for each of {num_prompts} prompts, found {len(given)}"
         )
-    return params
+    return given
 
 
 def _beam_output(output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:

@@ -13,6 +13,7 @@ import torch
 from pagedkv.config import CacheConfig, choose_layer_slots
 from pagedkv.engine.cache_size import choose_num_blocks
 from pagedkv.engine.loop import EngineLoop, StepEvent
+from pagedkv.engine.lora import LoadedAdapters, LoRARequest
 from pagedkv.engine.options import scheduler_limits
 from pagedkv.engine.periodic_log import PeriodicLog
 from pagedkv.engine.prompt_lookup import PromptLookup
@@ -22,7 +23,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.text import TextCodec
 from pagedkv.exceptions import InvalidArgumentError, StateError
 from pagedkv.kv_cache import KVCache
-from pagedkv.models import open_model
+from pagedkv.models import TransformersModel, open_model
 from pagedkv.scheduling import Scheduler
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class LLMEngine:
     speculative_config : mapping, optional
         ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}`` guesses
         tokens from the text itself and checks several per step. What is drawn does not change.
+    enable_lora : bool
+        Whether requests may run with low-rank adapters; transformers then runs the model, GGUF files too.
     seed : int
         Decides the random numbers of requests without a seed of their own.
     record_trace : path, optional
@@ -100,7 +103,7 @@ class LLMEngine:
     Notes
     -----
     A model that was given is run with another attention implementation during each step, and has its own between
-    steps. An engine belongs to one thread.
+    steps. An engine belongs to one thread, and so does an `LLM`.
 
     Examples
     --------
@@ -140,6 +143,7 @@ class LLMEngine:
         scheduling_policy: str = "fcfs",
         tenant_weights: Mapping[str, float] | None = None,
         speculative_config: Any = None,
+        enable_lora: bool = False,
         seed: int = 0,
         record_trace: str | PathLike[str] | None = None,
     ) -> None:
@@ -149,7 +153,7 @@ class LLMEngine:
                 f"max_plans_in_flight: expected 1 beside speculative_config, found {max_plans_in_flight}"
             )
         storage = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
-        paged, tokenizer = open_model(model, tokenizer, dtype, **storage)
+        paged, tokenizer = open_model(model, tokenizer, dtype, for_adapters=enable_lora, **storage)
         self._limits = scheduler_limits(
             paged,
             max_model_len,
@@ -177,6 +181,8 @@ class LLMEngine:
         self._scheduler = Scheduler(config, self._limits)
         kv_cache = KVCache.from_config(config, self._limits, device=str(paged.device), packed=packed_keys)
         self._kv_cache: KVCache | None = kv_cache
+        module = paged.module if enable_lora and isinstance(paged, TransformersModel) else None
+        self._adapters = LoadedAdapters(module, self._scheduler)
         self._text = TextCodec(tokenizer)
         self._vocab_size = paged.vocab_size
         self._loop: EngineLoop | None = EngineLoop(
@@ -188,6 +194,7 @@ class LLMEngine:
             text=self._text,
             seed=seed,
             lookup=lookup,
+            adapters=self._adapters.layers,
         )
         self._loop.step_hooks.append(PeriodicLog(self._scheduler))
         self._trace = None if record_trace is None else RequestTrace(record_trace, block_size)
@@ -249,6 +256,7 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Add a request; the next `step` takes it up.
 
@@ -264,11 +272,15 @@ class LLMEngine:
             Lower comes first, where `scheduling_policy` is "priority".
         tenant : str, optional
             On whose share it runs, where `scheduling_policy` is "fair".
+        lora_request : LoRARequest, optional
+            The adapter that it runs with, where `enable_lora` is true; it is loaded if it is not.
 
         Raises
         ------
         InvalidArgumentError, NeverFitsError
             If the request can never run; then nothing was added.
+        UnsupportedError
+            If the adapter needs something that is not implemented.
         """
         loop = self._open_loop()
         if not isinstance(request_id, str):
@@ -281,9 +293,26 @@ class LLMEngine:
         read = prompt if isinstance(prompt, Prompt) else read_prompt(prompt, self._text.tokenizer)
         token_ids = self._truncated(read.token_ids, params)
         options: dict[str, Any] = {"priority": priority, "tenant": tenant, "cache_salt": read.cache_salt}
+        options["lora_id"] = None if lora_request is None else self._adapters.load(lora_request)
         loop.add_request(request_id, token_ids, params, read.text, **options)
         if self._trace is not None:
             self._trace.added(request_id, token_ids, params, **options)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before a request needs it; return whether it was not loaded yet."""
+        before = self.list_loras()
+        return self._adapters.load(lora_request) not in before
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Drop an adapter that no request runs with, and its cached prefixes; return whether it was loaded."""
+        if self._open_loop().runs_adapter(lora_id):
+            raise StateError(f"lora_id: expected an adapter that no request runs with, found {lora_id}")
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the adapters that are loaded."""
+        self._open_loop()
+        return self._adapters.numbers()
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -342,6 +371,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Give the memory of the cache back and let go of the model; doing so again changes nothing."""
+        self._adapters.close()
         self._loop = None
         self._kv_cache = None
         if self._trace is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.text import TextCodec
     from pagedkv.kv_cache import KVCache
     from pagedkv.models import GGUFLlama, TransformersModel
+    from pagedkv.models.adapters import Adapters
     from pagedkv.scheduling import FinishedRequest, Scheduler, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class EngineLoop:
         Seed of the requests that have none.
     lookup : PromptLookup, optional
         What proposes draft tokens; with one plan in flight only.
+    adapters : Adapters, optional
+        What adds adapters to the model, where requests may have some.
 
     Attributes
     ----------
@@ -97,6 +100,7 @@ class EngineLoop:
         text: TextCodec,
         seed: int,
         lookup: PromptLookup | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.step_hooks: list[Callable[[StepEvent], object]] = []
         self._scheduler = scheduler
@@ -120,6 +124,7 @@ class EngineLoop:
             self._requests,
             self._beams,
             checks_drafts=lookup is not None,
+            adapters=adapters,
         )
         self._plans: deque[StepPlan] = deque()
         self._drawn: deque[Drawn] = deque()
@@ -136,6 +141,10 @@ class EngineLoop:
     def has_unfinished_requests(self) -> bool:
         """Whether a request was added and has not ended."""
         return bool(self._handles)
+
+    def runs_adapter(self, lora_id: int) -> bool:
+        """Whether a request that has not ended runs with an adapter."""
+        return any(request.lora_id == lora_id for request in self._requests.values())
 
     @property
     def request_ids(self) -> list[str]:
@@ -163,7 +172,7 @@ class EngineLoop:
         prompt : str, optional
             The prompt as text, for the output.
         **options
-            What `Scheduler.add_request` takes beside: `priority`, `tenant`, `cache_salt`, `now`.
+            What `Scheduler.add_request` takes beside: `priority`, `tenant`, `cache_salt`, `lora_id`, `now`.
 
         Raises
         ------
@@ -173,6 +182,7 @@ class EngineLoop:
         if request_id in self._handles:
             raise InvalidArgumentError(f"request_id: expected a new one, found {request_id!r}, which has not ended")
         request = self._admission.make(request_id, prompt_token_ids, params, prompt, self._num_requests)
+        request.lora_id = options.get("lora_id") or 0
         add = partial(self._scheduler.add_request, **self._admission.limits_of(request), **options)
         # From the scheduler into the dict without a bytecode between, where an interrupt would lose the handle.
         self._handles.update(zip((request_id,), starmap(add, ((request_id, prompt_token_ids),)), strict=True))
@@ -249,7 +259,9 @@ class EngineLoop:
         self._note_changes(plan)
         self._kv_cache.apply(plan)
         if self._kv_cache.host_blocks:
-            self._end_transfers()
+            ended = self._kv_cache.finished_transfers(self._scheduler.outstanding_transfers)
+            if ended.size:
+                self._scheduler.transfers_done(ended)
         previous_tokens = self._drawn[-1].tokens if self._drawn else None
         self._drawn.append(self._runner.run(plan, previous_tokens))
         return plan.num_tokens > 0
@@ -261,11 +273,6 @@ class EngineLoop:
         if has_some.any():
             starts = np.cumsum([0, *(draft.size for draft in drafts if draft.size)]).astype(np.int32)
             self._scheduler.set_draft_tokens(rows[has_some], starts, np.concatenate(drafts))
-
-    def _end_transfers(self) -> None:
-        ended = self._kv_cache.finished_transfers(self._scheduler.outstanding_transfers)
-        if ended.size:
-            self._scheduler.transfers_done(ended)
 
     def _note_changes(self, plan: StepPlan) -> None:
         for row, request_id, sample in plan.new:

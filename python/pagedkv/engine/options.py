@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pagedkv.engine.lora import LoRARequest
     from pagedkv.models import GGUFLlama, TransformersModel
 
 
@@ -36,8 +37,17 @@ class EngineOptions(TypedDict, total=False):
     scheduling_policy: str
     tenant_weights: Mapping[str, float] | None
     speculative_config: Any
+    enable_lora: bool
     seed: int
     record_trace: str | PathLike[str] | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """The keywords of `LLMEngine.add_request`, where they are explained."""
+
+    priority: int
+    tenant: str | None
+    lora_request: LoRARequest | None
 
 
 def scheduler_limits(

@@ -45,6 +45,8 @@ class EngineRequest:
         What it asks of logits beside penalties.
     seed : int
         Seed of its random numbers.
+    lora_id : int
+        The adapter that it runs with, 0 for none.
     lines : numpy.ndarray
         Lines of its samples in the table; none before it was admitted.
     prompt_logprobs : list or None
@@ -61,6 +63,7 @@ class EngineRequest:
     beams: BeamSearch | None = None
     rules: Rules | None = None
     seed: int = 0
+    lora_id: int = 0
     lines: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None

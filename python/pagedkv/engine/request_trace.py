@@ -54,6 +54,7 @@ class RequestTrace:
         priority: int,
         tenant: str | None,
         cache_salt: str | None,
+        lora_id: int | None,
     ) -> None:
         """Note a request that has just come."""
         number = 0 if tenant is None else self._tenants.setdefault(tenant, len(self._tenants) + 1)
@@ -61,7 +62,9 @@ class RequestTrace:
         # One of this name is known where an interrupt came before anybody heard of its end.
         self.aborted([request_id])
         self._samples[request_id] = is_delta, {}
-        options: dict[str, Any] = {"priority": priority, "tenant": number, "cache_salt": cache_salt}
+        # Prompts of different adapters share as little as those of different salts.
+        salt = cache_salt if lora_id is None else repr((lora_id, cache_salt))
+        options: dict[str, Any] = {"priority": priority, "tenant": number, "cache_salt": salt}
         self._recorder.added(request_id, prompt_token_ids, now=self._clock(), **options)
 
     def told(self, outputs: Iterable[RequestOutput]) -> None:

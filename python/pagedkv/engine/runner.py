@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +17,14 @@ from pagedkv.engine.samples import NO_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Set
+    from contextlib import AbstractContextManager
 
     from pagedkv.engine.prompt_logprobs import PromptRows
     from pagedkv.engine.request import EngineRequest
     from pagedkv.engine.samples import SampleTable
     from pagedkv.kv_cache import KVCache
     from pagedkv.models import GGUFLlama, TransformersModel
+    from pagedkv.models.adapters import Adapters
     from pagedkv.scheduling import StepPlan
 
 
@@ -44,6 +47,8 @@ class StepRunner:
         Handles of those that search by beams.
     checks_drafts : bool
         Whether plans may have draft tokens.
+    adapters : Adapters or None
+        What adds adapters to the model.
 
     Attributes
     ----------
@@ -61,6 +66,7 @@ class StepRunner:
         beams: Set[int],
         *,
         checks_drafts: bool,
+        adapters: Adapters | None = None,
     ) -> None:
         self.forward_seconds = 0.0
         self._model = model
@@ -70,6 +76,7 @@ class StepRunner:
         self._requests = requests
         self._beams = beams
         self._checks_drafts = checks_drafts
+        self._adapters = adapters
 
     def run(self, plan: StepPlan, previous_tokens: torch.Tensor | None) -> Drawn:
         """Compute a plan.
@@ -110,11 +117,18 @@ class StepRunner:
         prompt_rows = self._prompt_rows.rows(plan)
         wanted = np.concatenate([rows, prompt_rows]) if prompt_rows.size else None
         start = time.perf_counter()
-        logits = self._model.forward(plan, self._kv_cache, previous_tokens, wanted)
+        with self._with_adapters(plan):
+            logits = self._model.forward(plan, self._kv_cache, previous_tokens, wanted)
         self.forward_seconds += time.perf_counter() - start
         if wanted is not None:
             self._prompt_rows.take(plan, logits[len(rows) :])
         return logits[: len(rows)]
+
+    def _with_adapters(self, plan: StepPlan) -> AbstractContextManager[None]:
+        if self._adapters is None:
+            return nullcontext()
+        own = np.array([self._requests[handle].lora_id for handle in plan.handles.tolist()], np.int64)
+        return self._adapters.step(own, np.diff(plan.query_start_loc))
 
     def _step_beams(
         self, logits: torch.Tensor, handles: NDArray[np.int64], numbers: NDArray[np.int64]

@@ -85,7 +85,7 @@ def _chunks(rows: torch.Tensor, filler: float) -> torch.Tensor:
     vocab_size = rows.shape[-1]
     if vocab_size % _CHUNK:
         rows = torch.nn.functional.pad(rows, (0, -vocab_size % _CHUNK), value=filler)
-    return rows.unflatten(-1, (-1, _CHUNK))
+    return rows.view(len(rows), rows.shape[-1] // _CHUNK, _CHUNK)
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,6 @@ class Linear:
 
 def _can_pack() -> bool:
     """Whether this build of torch has the operations that its own compiler packs weights by."""
-    return torch.backends.mkldnn.is_available() and all(
+    return torch._C._has_mkldnn and all(
         hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
     )

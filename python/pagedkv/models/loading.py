@@ -64,6 +64,8 @@ def open_model(
     model: PreTrainedModel | str | PathLike[str],
     tokenizer: Any = None,
     dtype: str | torch.dtype = "auto",
+    *,
+    for_adapters: bool = False,
     **storage: Any,
 ) -> tuple[TransformersModel | GGUFLlama, Any]:
     """Load a model that runs step plans, and its tokenizer.
@@ -73,6 +75,8 @@ def open_model(
     model, tokenizer, dtype
         As for `load_model`. A GGUF file of Llama's or Qwen2's architecture is run by `GGUFLlama`, all else by
         transformers.
+    for_adapters : bool
+        Whether adapters will be added, so that transformers runs every model.
     **storage
         `kv_cache_dtype`, `k_scale` and `v_scale`, as for `TransformersModel`.
 
@@ -83,7 +87,7 @@ def open_model(
     tokenizer : transformers.PreTrainedTokenizerBase or None
         The tokenizer.
     """
-    if isinstance(model, str | PathLike):
+    if isinstance(model, str | PathLike) and not for_adapters:
         source, options = _locate(model)
         if options and architecture(path := Path(source) / options["gguf_file"]) in ARCHITECTURES:
             tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)

@@ -96,6 +96,11 @@ class TransformersModel:
         self.layers = probe_layers(model, config, lambda step: self._run(token, row, row, step))
 
     @property
+    def module(self) -> PreTrainedModel:
+        """The model of transformers that computes."""
+        return self._model
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text, from the model's generation configuration."""
         eos = getattr(self._model.generation_config, "eos_token_id", None)
