@@ -176,6 +176,17 @@ def test_lora_requests_of_an_async_engine_run_with_their_adapters(tiny_model, ad
     assert tokens(asyncio.run(main())) == [greedy_tokens(model, [7, 9], MAX_TOKENS) for model in models]
 
 
+def test_lora_requests_share_nothing_with_others_in_a_trace(tiny_model, tmp_path, adapter):
+    with LLMEngine(tiny_model, enable_lora=True, block_size=8, record_trace=tmp_path / "trace.jsonl") as engine:
+        for number, lora_request in enumerate([None, adapter, adapter]):
+            engine.add_request(str(number), list(range(16)), GREEDY, lora_request=lora_request)
+        while engine.has_unfinished_requests():
+            engine.step()
+    base, first, second = (json.loads(line)["hash_ids"] for line in (tmp_path / "trace.jsonl").read_text().splitlines())
+    assert first == second
+    assert not set(first) & set(base)
+
+
 def test_lora_leaves_the_model_as_it_was_given(tiny_model, adapter):
     ids = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
