@@ -6,14 +6,16 @@ import torch
 from backends import CudaOnHost
 from batches import assert_matches_oracle
 from host_device import HostDevice, attention
-from host_device.plans import plan_by_package, plan_for_kernel
+from host_device.plans import plan_for_kernel
 from test_tree_mask import BUSHY, WIDE, check_by, make_masks
 from tight import make_tight_batch
+
+from pagedkv.attention.cuda import DevicePlan, Sizes
 
 FP8 = {"dtype": torch.float8_e4m3fn, "q_dtype": torch.bfloat16}
 # Few rows and many, with and without keys; with pieces of 48 keys some of each kind are cut.
 MIXED = [(0, 1), (1, 1), (3, 4), (150, 1), (0, 0), (60, 5), (90, 20), (150, 70)]
-SIZES = {"num_kv_heads": 2, "group": 4, "piece": 48, "window": None, "spare_items": 2}
+HEADS, GROUP, PIECE = 2, 4, 48
 ROWS = {"paged_decode": 16, "paged_prefill": 128}
 
 
@@ -21,6 +23,17 @@ def arrays_of(sequences):
     lens, queries = (torch.tensor(column, dtype=torch.int32) for column in zip(*sequences, strict=True))
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), queries.cumsum(0, dtype=torch.int32)])
     return lens, starts, torch.arange(len(sequences), dtype=torch.int32)
+
+
+def work_of_package(batch_arrays, trees=(None, None), *, window=None):
+    """Return the lists of a batch as the package cuts them."""
+    seq_lens, query_start_loc, rows = batch_arrays
+    table = torch.zeros(len(seq_lens), 13, dtype=torch.int32)
+    sizes = Sizes(HEADS * GROUP, HEADS, 64, 16, window, PIECE)
+    mask, starts = trees
+    options = {"rows": rows, "tree_mask": mask, "tree_mask_start_loc": starts}
+    with HostDevice().in_place_of_gpu():
+        return DevicePlan(sizes, table, seq_lens, query_start_loc, **options).work
 
 
 def rows_of(words, num_words):
@@ -64,33 +77,28 @@ def test_tokens_behind_the_last_sequence_become_zero():
 @pytest.mark.parametrize(
     ("kernel", "sequences", "piece"),
     [
-        ("paged_decode", [(1, 1), (0, 1), (200, 1), (3, 4), (130, 3), (9, 0)], 48),
+        ("paged_decode", [(1, 1), (0, 1), (200, 1), (3, 4), (130, 3), (9, 0)], PIECE),
         ("paged_prefill", [(70, 70), (150, 40), (30, 33)], None),  # the keys of so many rows are not cut
     ],
 )
 def test_package_cuts_as_the_shims_own_planner_does(kernel, sequences, piece, window):
-    batch_arrays, no_trees = arrays_of(sequences), (None, None)
-    sizes = SIZES | {"piece": piece, "window": window}
-    num_tokens = int(batch_arrays[1][-1])
-    ours = plan_by_package(
-        batch_arrays, no_trees, num_tokens=num_tokens, table=(len(sequences), 200), max_rows=ROWS, **sizes
+    batch_arrays = arrays_of(sequences)
+    ours = work_of_package(batch_arrays, window=window)
+    own = plan_for_kernel(
+        kernel, batch_arrays, (None, None), group=GROUP, max_rows=ROWS[kernel], piece=piece, window=window
     )
-    del sizes["num_kv_heads"]
-    own = plan_for_kernel(kernel, batch_arrays, no_trees, max_rows=ROWS[kernel], **sizes)
-    assert ours.lists.keys() == own.lists.keys()
-    assert rows_of(ours.lists[kernel], 12) == rows_of(own.lists[kernel], 12)
+    lists = {"paged_decode": ours.few, "paged_prefill": ours.many}
+    assert rows_of(lists.pop(kernel), 12) == rows_of(own.lists[kernel], 12)
     assert rows_of(ours.merges, 8) == rows_of(own.merges, 8)
     assert ours.num_partial_rows == own.num_partial_rows
+    assert [int(words[0]) for words in lists.values()] == [0]
 
 
 def test_package_packs_trees_as_the_shims_own_planner_does():
     mask, starts = make_masks([BUSHY, None, WIDE])
     trees = tuple(torch.from_numpy(array) for array in (mask, starts))
     batch_arrays = arrays_of([(50, len(BUSHY) + 1), (40, 7), (90, len(WIDE) + 1)])
-    table, num_tokens = (3, 90), int(batch_arrays[1][-1])
-    ours = plan_by_package(batch_arrays, trees, num_tokens=num_tokens, table=table, max_rows=ROWS, **SIZES)
-    own = plan_for_kernel(
-        "paged_prefill", batch_arrays, trees, group=4, max_rows=128, piece=48, window=None, spare_items=2
-    )
+    ours = work_of_package(batch_arrays, trees)
+    own = plan_for_kernel("paged_prefill", batch_arrays, trees, group=GROUP, max_rows=ROWS["paged_prefill"])
     np.testing.assert_array_equal(ours.tree_mask, own.tree_mask)
     np.testing.assert_array_equal(ours.tree_depths, own.tree_depths)

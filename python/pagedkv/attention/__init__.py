@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from pagedkv.attention import cpu
+from pagedkv.attention import cpu, cuda
 from pagedkv.attention.cpu import instruction_sets
 from pagedkv.attention.planned import PagedAttention
+from pagedkv.kv_cache.device import runs_kernels
 
 __all__ = ["PagedAttention", "instruction_sets", "merge_states", "paged_attention"]
 
@@ -117,7 +118,8 @@ def paged_attention(
     >>> out.shape, float(out.max())
     ((1, 2, 8), 1.0)
     """
-    return cpu.paged_attention(
+    backend = cuda if runs_kernels(q) else cpu
+    return backend.paged_attention(
         q,
         k_cache,
         v_cache,
@@ -168,4 +170,5 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
     >>> float(out.max()), round(float(both[0, 0]), 6)
     (2.0, 0.693147)
     """
-    return cpu.merge_states(out_a, lse_a, out_b, lse_b)
+    backend = cuda if runs_kernels(out_a) else cpu
+    return backend.merge_states(out_a, lse_a, out_b, lse_b)

@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from pagedkv import _core
-from pagedkv.exceptions import StateError
+from pagedkv.attention.cuda import DevicePlan, Sizes
+from pagedkv.exceptions import StateError, UnsupportedError
+from pagedkv.kv_cache.device import runs_kernels
 from pagedkv.kv_cache.memory import make_like
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ class PagedAttention:
         Tokens per block.
     sliding_window : int, optional
         Keys that a query sees, itself included: those at positions above ``position - sliding_window``.
+    split_keys : int, optional
+        On a GPU, keys of sequences with few queries are cut at multiples of so many, whatever else is in the batch, so
+        that results do not depend on it. By default they are cut so that the device is busy. On the CPU results never
+        depend on the batch, and nothing is said by it.
 
     Raises
     ------
@@ -51,14 +57,22 @@ class PagedAttention:
     [1.0, 2.0]
     """
 
-    __slots__ = ("_plan", "_sizes", "_sliding_window")
+    __slots__ = ("_plan", "_sizes", "_sliding_window", "_split_keys")
 
     def __init__(
-        self, num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int, *, sliding_window: int | None = None
+        self,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        *,
+        sliding_window: int | None = None,
+        split_keys: int | None = None,
     ) -> None:
         self._sizes = (num_q_heads, num_kv_heads, head_dim, block_size)
         self._sliding_window = sliding_window
-        self._plan: _core.AttentionPlan | None = None
+        self._split_keys = split_keys
+        self._plan: _core.AttentionPlan | DevicePlan | None = None
 
     def plan(
         self,
@@ -101,16 +115,12 @@ class PagedAttention:
         -----
         The cost is ``O(blocks + items * log(items))``; the number of threads is found as for `paged_attention`.
         """
-        self._plan = _core.AttentionPlan(
-            *self._sizes,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            rows=rows,
-            sliding_window=self._sliding_window,
-            tree_mask=tree_mask,
-            tree_mask_start_loc=tree_mask_start_loc,
-        )
+        batch = (block_table, seq_lens, query_start_loc)
+        options = {"rows": rows, "tree_mask": tree_mask, "tree_mask_start_loc": tree_mask_start_loc}
+        if runs_kernels(block_table):
+            self._plan = DevicePlan(Sizes(*self._sizes, self._sliding_window, self._split_keys), *batch, **options)
+        else:
+            self._plan = _core.AttentionPlan(*self._sizes, *batch, **options, sliding_window=self._sliding_window)
 
     def run(
         self,
@@ -164,7 +174,6 @@ class PagedAttention:
         The cost is ``O(num_q_heads * head_dim)`` per pair of a query and a key that it sees. The result is that of
         `paged_attention`, bit by bit.
         """
-        # Not `_current()`: a call costs as much as everything else here.
         plan = self._plan
         if plan is None:
             raise _no_plan()
@@ -196,12 +205,11 @@ class PagedAttention:
         """
         import torch
 
-        return torch.from_numpy(self._current().pack())
-
-    def _current(self) -> _core.AttentionPlan:
         if self._plan is None:
             raise _no_plan()
-        return self._plan
+        if isinstance(self._plan, DevicePlan):
+            raise UnsupportedError("pack: expected a plan for the CPU, found one for a GPU")
+        return torch.from_numpy(self._plan.pack())
 
 
 def _no_plan() -> StateError:

@@ -95,7 +95,7 @@ def head_dim_class(head_dim: int) -> int:
 
 def paged_decode(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) -> Variant:
     """Return the variant of `paged_decode` for types and a head dimension."""
-    _check_pair(q_dtype, kv_dtype)
+    check_pair(q_dtype, kv_dtype)
     padded = head_dim_class(head_dim)
     shape, element_bytes = _DECODE[padded], ELEMENT_BYTES[kv_dtype]
     stages = shape.stages[element_bytes]
@@ -114,7 +114,7 @@ def paged_decode(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) 
 
 def paged_prefill(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) -> Variant:
     """Return the variant of `paged_prefill` for types and a head dimension."""
-    _check_pair(q_dtype, kv_dtype)
+    check_pair(q_dtype, kv_dtype)
     padded = head_dim_class(head_dim)
     shape, rows = _PREFILL[padded], 4 * 16 * _PREFILL[padded].row_tiles
     # The layout of `Shared` in the kernel: two stages of keys and values, queries, where rows lie, exponents.
@@ -169,7 +169,8 @@ _COPYING = {
 }
 
 
-def _check_pair(q_dtype: str, kv_dtype: str) -> None:
+def check_pair(q_dtype: str, kv_dtype: str) -> None:
+    """Refuse types of queries and cache for which there is no attention kernel."""
     if q_dtype not in QUERY_DTYPES:
         raise TypeError(f"q: expected {' or '.join(QUERY_DTYPES)}, found {q_dtype}")
     if (q_dtype, kv_dtype) not in DTYPE_PAIRS:

@@ -3,6 +3,8 @@
 from typing import Any
 
 from pagedkv import _core
+from pagedkv.kv_cache import cuda
+from pagedkv.kv_cache.device import runs_kernels
 from pagedkv.kv_cache.memory import make_like
 
 
@@ -37,7 +39,8 @@ def append_kv(
     >>> np.argwhere(cache[1, :, 0, :, 0]).tolist()
     [[1, 1]]
     """
-    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    backend = cuda if runs_kernels(k_cache) else _core
+    backend.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def copy_blocks(pool: Any, pairs: Any) -> None:
@@ -63,7 +66,8 @@ def copy_blocks(pool: Any, pairs: Any) -> None:
     >>> pool[:, 0, 1, 0, 0, 0].tolist()
     [3.0, 1.0, 2.0, 3.0]
     """
-    _core.copy_blocks(pool, pairs)
+    backend = cuda if runs_kernels(pool) else _core
+    backend.copy_blocks(pool, pairs)
 
 
 def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
@@ -93,7 +97,8 @@ def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
     >>> pool[:, 0, 1, 0, :, 0].ravel().tolist()
     [0.0, 2.0, 3.0, 3.0]
     """
-    _core.move_kv(pool, slot_moves, group)
+    backend = cuda if runs_kernels(pool) else _core
+    backend.move_kv(pool, slot_moves, group)
 
 
 def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
@@ -122,7 +127,8 @@ def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
     >>> host[:, 0, 1, 0, 0, 0].tolist()
     [3.0, 0.0]
     """
-    _core.swap_blocks(source, destination, pairs)
+    backend = cuda if runs_kernels(source) or runs_kernels(destination) else _core
+    backend.swap_blocks(source, destination, pairs)
 
 
 def gather_kv(
@@ -174,6 +180,8 @@ def gather_kv(
     >>> k.ravel().tolist()
     [4.0, 5.0, 2.0]
     """
+    if runs_kernels(k_cache):
+        return cuda.gather_kv(k_cache, v_cache, block_table, seq_lens, rows, k_scale=k_scale, v_scale=v_scale, out=out)
     if out is None:
         num_tokens = _core.num_gathered_tokens(k_cache, block_table, seq_lens, rows)
         shape = (num_tokens, *_core.from_dlpack(k_cache, argument="k_cache").shape[1::2])

@@ -1,16 +1,17 @@
 """A device that is the host: tensors go to memory of their own, a kernel runs, what it may write comes back."""
 
-import math
+import contextlib
+
+import torch
 
 from host_device.build import build_kernel
 from host_device.launch import launch
 from host_device.memory import Memory
-from pagedkv.kernels import variants
-from pagedkv.kernels.params import pack
+from pagedkv.kernels.launch import LAUNCHERS
 
 
 class HostDevice:
-    """How kernels are compiled and run.
+    """Launches the package's kernels in the place of a GPU.
 
     Parameters
     ----------
@@ -31,6 +32,10 @@ class HostDevice:
         Every kernel that ran, and what it did.
     """
 
+    # So many blocks side by side that short sequences are cut into pieces too.
+    arch = "sm_90"
+    num_multiprocessors = 12
+
     def __init__(self, *, seed=1, schedule="uniform", count=False, edits=None, asan=False, macros=None, memory=None):
         self.launched = []
         self._how = {"seed": seed, "schedule": schedule, "count": count}
@@ -39,41 +44,39 @@ class HostDevice:
         self._macros = macros or {}
         self._home = memory or Memory()
 
-    def run(self, variant, tensors, values, writable, grid):
-        """Run a kernel.
+    def is_capturing(self):
+        """There are no graphs."""
+        return False
 
-        Parameters
-        ----------
-        variant : pagedkv.kernels.variants.Variant
-            The kernel as it is compiled, and its shape.
-        tensors : dict of str to tensor or None
-            The parameters that are pointers, by name; None is a null pointer.
-        values : dict
-            The other parameters.
-        writable : set of str
-            The tensors that the kernel may write.
-        grid : int
-            Blocks.
-        """
+    def launch(self, asked):
+        """Run a kernel: its parameters as they were packed, but for pointers to tensors that were moved."""
+        variant, params = asked.variant, asked.params.copy()
         macros = self._macros | dict(variant.macros)
         library = build_kernel(variant.kernel, macros, edits=self._edits.get(variant.kernel, ()), asan=self._asan)
-        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        given = {name: tensor for name, tensor in asked.arrays.items() if tensor is not None}
+        assert {name: params[0][name] for name in asked.arrays} == {
+            name: given[name].data_ptr() if name in given else 0 for name in asked.arrays
+        }
         away = {name: tensor for name, tensor in given.items() if not self._home.holds(tensor)}
         memory = Memory()
-        placed = given | memory.place_all(away, writable=writable)
+        placed = memory.place_all(away, writable=asked.written)
+        for name, tensor in placed.items():
+            params[0][name] = tensor.data_ptr()
         regions = [*self._home.regions, *memory.regions]
-        addresses = {name: placed[name].data_ptr() if name in placed else 0 for name in tensors}
-        params = pack(variant.kernel, addresses | values).tobytes()
-        done = launch(library, params, (grid,), variant.threads, variant.shared_bytes, regions, **self._how)
+        grid, packed = (asked.grid,), params.tobytes()
+        done = launch(library, packed, grid, variant.threads, variant.shared_bytes, regions, **self._how)
         self.launched.append((variant.kernel, done))
-        for name in writable & away.keys():
+        for name in asked.written & away.keys():
             given[name].copy_(placed[name])
 
-
-def widest_vector(*tensors):
-    """Return the bytes of the widest vector that divides the address and all strides of all tensors."""
-    sizes = [tensor.element_size() for tensor in tensors]
-    whole = [tensor.data_ptr() for tensor in tensors if tensor.numel()]
-    for tensor, size in zip(tensors, sizes, strict=True):
-        whole += [stride * size for stride in tensor.stride()[:-1]] + [tensor.shape[-1] * size]
-    return variants.widest_vector(math.gcd(*whole), max(sizes))
+    @contextlib.contextmanager
+    def in_place_of_gpu(self):
+        """Make the package launch here what it does with tensors on the CPU; what it allocates is NaN at first."""
+        before = torch.are_deterministic_algorithms_enabled()
+        LAUNCHERS["cpu"] = lambda _: self
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+            del LAUNCHERS["cpu"]

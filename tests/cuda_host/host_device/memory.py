@@ -59,7 +59,8 @@ class Memory:
     def place_all(self, tensors, *, writable=()):
         """Return copies of torch tensors by name, in which those that share memory still do.
 
-        What shares memory is one region, from the first to the last element of any of them.
+        What shares memory is one region, from the first to the last element of any of them; parts of one memory that
+        lie one behind the other are regions of their own.
         """
         by_storage = {}
         for name, tensor in tensors.items():
@@ -67,7 +68,8 @@ class Memory:
             by_storage.setdefault(key, {})[name] = tensor
         copies = {}
         for views in by_storage.values():
-            copies |= self._place_together(views, writable=not views.keys().isdisjoint(writable))
+            for together in _interleaved(views):
+                copies |= self._place_together(together, writable=not together.keys().isdisjoint(writable))
         return {name: copies[name] for name in tensors}
 
     def _place_together(self, views, *, writable):
@@ -86,6 +88,18 @@ class Memory:
             part = flat[start - first : end - first].view(tensor.dtype)
             copies[name] = part.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor.clone()
         return copies
+
+
+def _interleaved(views):
+    """Return views of one memory in groups of such as reach into one another."""
+    groups, end = [], -1
+    for name, tensor in sorted(views.items(), key=lambda view: _extent(view[1])):
+        start, own_end = _extent(tensor)
+        if not groups or start >= end:
+            groups.append({})
+        groups[-1][name] = tensor
+        end = max(end, own_end)
+    return groups
 
 
 def _extent(tensor):

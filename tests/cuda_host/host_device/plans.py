@@ -1,13 +1,10 @@
-"""Work lists of attention: as the package cuts them, or for one kernel, cut wherever a test wants."""
+"""Work lists of attention for one kernel, cut wherever a test wants."""
 
 import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv import _core
-
-WORKERS = 24
 HEADER_WORDS, ITEM_WORDS, MERGE_WORDS = 4, 12, 8
 POISON = -(2**31)  # what stands behind a list, and would be met by a block that did not look at the list's length
 
@@ -21,37 +18,6 @@ class Plan:
     tree_mask: np.ndarray  # 32-bit words
     tree_depths: np.ndarray
     num_partial_rows: int
-
-
-def plan_by_package(
-    batch_arrays, trees, *, num_tokens, table, num_kv_heads, group, max_rows, piece, window, spare_items
-):
-    """Cut a batch as the package does: sequences of few query rows for one kernel, all others for the other.
-
-    `max_rows` is by kernel.
-    """
-    seq_lens, query_start_loc, rows = batch_arrays
-    mask, mask_starts = trees
-    few, many, merges, words, depths, num_partial_rows = _core.device_work(
-        num_kv_heads,
-        group,
-        seq_lens,
-        query_start_loc,
-        num_tokens,
-        table,
-        rows=rows,
-        sliding_window=window,
-        tree_mask=mask,
-        tree_mask_start_loc=mask_starts,
-        few_rows=max_rows["paged_decode"],
-        many_rows=max_rows["paged_prefill"],
-        num_workers=WORKERS,
-        min_keys=16,
-        fixed_keys=piece,
-    )
-    lists = {"paged_decode": few, "paged_prefill": many}
-    lists = {kernel: with_room(items, ITEM_WORDS, spare_items) for kernel, items in lists.items() if items[0]}
-    return Plan(lists, with_room(merges, MERGE_WORDS, spare_items), words, depths, num_partial_rows)
 
 
 def plan_for_kernel(kernel, batch_arrays, trees, *, group, max_rows, piece=None, window=None, spare_items=1):

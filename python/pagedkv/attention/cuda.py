@@ -1,0 +1,229 @@
+"""Attention on a GPU: plans batches on the host, keeps the plan in device memory, launches kernels layer by layer."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pagedkv import _core
+from pagedkv.exceptions import InvalidArgumentError, StateError
+from pagedkv.kernels.launch import launcher_of
+from pagedkv.kernels.merge_states import merge_states as _merge_states
+from pagedkv.kernels.paged_attention import LayerOptions, WorkLists, attend, blocks_side_by_side, rows_per_item
+from pagedkv.kv_cache.device import as_tensor, on_host, optional_tensor, uploaded
+from pagedkv.kv_cache.memory import make_like
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNED_WORDS = 4  # the kernels read lists by 16 bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a plan is made for."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None
+    split_keys: int | None
+
+
+class DevicePlan:
+    """A batch in device memory, as `PagedAttention` keeps it; `run` as `_core.AttentionPlan` has it.
+
+    Parameters
+    ----------
+    sizes : Sizes
+        Heads, blocks and the window.
+    block_table : array, shape (num_rows, max_blocks_per_seq), int32
+        Block ids, on the device; read by every run, so that later changes of it count.
+    seq_lens, query_start_loc, rows, tree_mask, tree_mask_start_loc
+        As for `PagedAttention.plan`; wherever they lie.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        block_table: Any,
+        seq_lens: Any,
+        query_start_loc: Any,
+        *,
+        rows: Any = None,
+        tree_mask: Any = None,
+        tree_mask_start_loc: Any = None,
+    ) -> None:
+        self._sizes = sizes
+        self._block_table = as_tensor("block_table", block_table)
+        self._check_sizes()
+        device = self._block_table.device
+        launcher = launcher_of(device)
+        if launcher.is_capturing():
+            raise StateError("plan: expected a stream that is not being captured, found one that is: plan before")
+        query_start_loc = _integers("query_start_loc", query_start_loc)
+        self._num_tokens = max(0, int(query_start_loc.reshape(-1)[-1])) if query_start_loc.size else 0
+        few_rows, many_rows = rows_per_item(sizes.head_dim)
+        *lists, num_partial_rows = _core.device_work(
+            sizes.num_kv_heads,
+            sizes.num_q_heads // sizes.num_kv_heads,
+            on_host("seq_lens", seq_lens),
+            query_start_loc,
+            self._num_tokens,
+            (self._block_table.shape[0], self._block_table.shape[1] * sizes.block_size),
+            rows=None if rows is None else on_host("rows", rows),
+            sliding_window=sizes.sliding_window,
+            tree_mask=None if tree_mask is None else on_host("tree_mask", tree_mask),
+            tree_mask_start_loc=(
+                None if tree_mask_start_loc is None else on_host("tree_mask_start_loc", tree_mask_start_loc)
+            ),
+            few_rows=few_rows,
+            many_rows=many_rows,
+            num_workers=blocks_side_by_side(launcher, sizes.head_dim),
+            fixed_keys=sizes.split_keys,
+        )
+        self.work = _upload(lists, num_partial_rows, device)
+
+    def _check_sizes(self) -> None:
+        sizes, table = self._sizes, self._block_table
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "block_size"):
+            if getattr(sizes, name) < 1:
+                raise InvalidArgumentError(f"{name}: expected at least 1, found {getattr(sizes, name)}")
+        if sizes.num_q_heads % sizes.num_kv_heads:
+            raise InvalidArgumentError(
+                f"num_q_heads: expected a multiple of num_kv_heads={sizes.num_kv_heads}, found {sizes.num_q_heads}"
+            )
+        if table.ndim != 2:
+            raise InvalidArgumentError(
+                f"block_table: expected shape (num_rows, max_blocks_per_seq), found {tuple(table.shape)}"
+            )
+
+    def run(
+        self,
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        out: Any,
+        lse: Any = None,
+        softmax_scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        """Compute the attention of one layer into `out`, and `lse` if it is given."""
+        q, k_cache, v_cache = as_tensor("q", q), as_tensor("k_cache", k_cache), as_tensor("v_cache", v_cache)
+        self._check_shapes(q, k_cache)
+        options = LayerOptions(
+            softmax_scale=softmax_scale,
+            sliding_window=self._sizes.sliding_window,
+            soft_cap=soft_cap,
+            alibi_slopes=optional_tensor("alibi_slopes", alibi_slopes),
+            sinks=optional_tensor("sinks", sinks),
+            k_scale=optional_tensor("k_scale", k_scale),
+            v_scale=optional_tensor("v_scale", v_scale),
+        )
+        out, lse = as_tensor("out", out), optional_tensor("lse", lse)
+        of_sequences = slice(self._num_tokens)
+        inner = (out[of_sequences], None if lse is None else lse[of_sequences])
+        attend(self.work, q[of_sequences], k_cache, v_cache, self._block_table, *inner, options)
+        self._clear_rest(out, lse)
+
+    def _clear_rest(self, out: "torch.Tensor", lse: "torch.Tensor | None") -> None:
+        """Write what tokens that belong to no sequence have found: nothing."""
+        if len(out) > self._num_tokens:
+            out[self._num_tokens :].zero_()
+            if lse is not None:
+                lse[self._num_tokens :].fill_(-math.inf)
+
+    def _check_shapes(self, q: "torch.Tensor", k_cache: "torch.Tensor") -> None:
+        sizes = self._sizes
+        expected = (sizes.num_q_heads, sizes.head_dim)
+        if q.ndim == 3 and (tuple(q.shape[1:]) != expected or len(q) < self._num_tokens):
+            found = f"(at least {self._num_tokens}, {sizes.num_q_heads}, {sizes.head_dim})"
+            raise InvalidArgumentError(f"plan: expected one for q {tuple(q.shape)}, found one for {found}")
+        of_layer = (sizes.num_kv_heads, sizes.block_size, sizes.head_dim)
+        if k_cache.ndim == 4 and tuple(k_cache.shape[1:]) != of_layer:
+            raise InvalidArgumentError(
+                f"plan: expected one for layers (num_blocks, {', '.join(map(str, k_cache.shape[1:]))}), found one for "
+                f"(num_blocks, {', '.join(map(str, of_layer))})"
+            )
+
+
+def _integers(argument: str, array: Any) -> Any:
+    return np.from_dlpack(_core.from_dlpack(on_host(argument, array), argument=argument))
+
+
+def _upload(lists: list[Any], num_partial_rows: int, device: "torch.device") -> WorkLists:
+    """Put the lists side by side into one array, which goes to the device in one copy."""
+    starts = np.cumsum([0, *(-(-len(words) // _ALIGNED_WORDS) * _ALIGNED_WORDS for words in lists)]).tolist()
+    arena = np.zeros(starts[-1], np.int32)
+    for start, words in zip(starts, lists, strict=False):
+        arena[start : start + len(words)] = words
+    on_device = uploaded(arena, device)
+    views = [on_device[start : start + len(words)] for start, words in zip(starts, lists, strict=False)]
+    few, many, merges, mask, depths = views
+    counts = [int(words[0]) for words in lists[:3]]
+    trees = (mask, depths) if len(mask) else (None, None)
+    return WorkLists(few, many, merges, *counts, *trees, num_partial_rows)
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    rows: Any,
+    *,
+    softmax_scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    alibi_slopes: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
+    tree_mask: Any,
+    tree_mask_start_loc: Any,
+    out: Any,
+    return_lse: bool,
+) -> Any:
+    """Plan and compute attention; see `pagedkv.paged_attention`."""
+    queries, cache = as_tensor("q", q), as_tensor("k_cache", k_cache)
+    if queries.ndim != 3:
+        found = tuple(queries.shape)
+        raise InvalidArgumentError(f"q: expected shape (num_tokens, num_q_heads, head_dim), found {found}")
+    if cache.ndim != 4:
+        expected = "(num_blocks, num_kv_heads, block_size, head_dim)"
+        raise InvalidArgumentError(f"k_cache: expected shape {expected}, found {tuple(cache.shape)}")
+    sizes = Sizes(queries.shape[1], cache.shape[1], queries.shape[2], cache.shape[2], sliding_window, None)
+    plan = DevicePlan(
+        sizes,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        rows=rows,
+        tree_mask=tree_mask,
+        tree_mask_start_loc=tree_mask_start_loc,
+    )
+    if out is None:
+        out = make_like("out", q)
+    lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
+    plan.run(q, k_cache, v_cache, out, lse, softmax_scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
+    return (out, lse) if return_lse else out
+
+
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    """Join two results; see `pagedkv.attention.merge_states`."""
+    import torch
+
+    state_a = as_tensor("out_a", out_a), as_tensor("lse_a", lse_a)
+    state_b = as_tensor("out_b", out_b), as_tensor("lse_b", lse_b)
+    out = torch.empty(state_a[0].shape, dtype=state_a[0].dtype, device=state_a[0].device)
+    lse = torch.empty(state_a[1].shape, dtype=state_a[1].dtype, device=state_a[1].device)
+    _merge_states(*state_a, *state_b, out, lse)
+    return out, lse

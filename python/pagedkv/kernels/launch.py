@@ -1,0 +1,118 @@
+"""The one way to a device: what a launch is, and who carries launches out.
+
+Everything above makes a `Launch`; everything below, a driver with a GPU or the tests' host that checks each access,
+takes one. Who takes those of a kind of device stands in `LAUNCHERS`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pagedkv.exceptions import InvalidArgumentError
+from pagedkv.kernels.params import pack
+from pagedkv.kernels.variants import Variant
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_GRID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes
+    ----------
+    variant : Variant
+        The kernel as it is compiled, its threads and its shared memory.
+    grid : int
+        Thread blocks.
+    params : numpy.ndarray
+        The kernel's struct, one element, which is passed by value.
+    arrays : mapping of str to torch.Tensor or None
+        What the struct's pointers point to, by field; None for a null pointer.
+    written : frozenset of str
+        Those of the arrays that the kernel may write.
+    """
+
+    variant: Variant
+    grid: int
+    params: np.ndarray[Any, Any]
+    arrays: Mapping[str, "torch.Tensor | None"]
+    written: frozenset[str]
+
+
+class Launcher(Protocol):
+    """Carries out the launches of one device."""
+
+    @property
+    def arch(self) -> str:
+        """The architecture that kernels are compiled for, such as "sm_90a"."""
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """Multiprocessors of the device."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+    def launch(self, launch: Launch) -> None:
+        """Run a kernel on the current stream."""
+
+
+def _cuda_launcher(device: "torch.device") -> Launcher:
+    from pagedkv.kernels.cuda_launcher import launcher_of_device
+
+    return launcher_of_device(device.index)
+
+
+LAUNCHERS: dict[str, Callable[["torch.device"], Launcher]] = {"cuda": _cuda_launcher}
+"""Who launches on a kind of device, by its name in torch."""
+
+
+def launcher_of(device: "torch.device") -> Launcher:
+    """Return who launches on a device whose kind is in `LAUNCHERS`."""
+    return LAUNCHERS[device.type](device)
+
+
+def run(
+    launcher: Launcher,
+    variant: Variant,
+    arrays: Mapping[str, "torch.Tensor | None"],
+    values: Mapping[str, Any],
+    written: frozenset[str],
+    grid: int,
+) -> None:
+    """Pack a kernel's parameters and launch it; nothing is launched where there are no blocks.
+
+    Parameters
+    ----------
+    launcher : Launcher
+        Of the device of the arrays.
+    variant : Variant
+        The kernel.
+    arrays : mapping of str to torch.Tensor or None
+        Its pointers.
+    values : mapping of str to int, float or tuple
+        Its other parameters.
+    written : frozenset of str
+        The arrays that it may write.
+    grid : int
+        Thread blocks.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there is more work than a grid has blocks.
+    """
+    if grid == 0:
+        return
+    if grid > MAX_GRID:
+        raise InvalidArgumentError(
+            f"{variant.kernel}: expected work for at most {MAX_GRID} thread blocks, found {grid}"
+        )
+    addresses = {name: 0 if array is None else array.data_ptr() for name, array in arrays.items()}
+    launcher.launch(Launch(variant, grid, pack(variant.kernel, {**addresses, **values}), arrays, written))
