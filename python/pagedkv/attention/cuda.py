@@ -166,9 +166,18 @@ def _upload(lists: list[Any], num_partial_rows: int, device: "torch.device") -> 
     on_device = uploaded(arena, device)
     views = [on_device[start : start + len(words)] for start, words in zip(starts, lists, strict=False)]
     few, many, merges, mask, depths = views
-    counts = [int(words[0]) for words in lists[:3]]
-    trees = (mask, depths) if len(mask) else (None, None)
-    return WorkLists(few, many, merges, *counts, *trees, num_partial_rows)
+    num_few, num_many, num_merges = (int(words[0]) for words in lists[:3])
+    return WorkLists(
+        few,
+        many,
+        merges,
+        num_few,
+        num_many,
+        num_merges,
+        mask if len(mask) else None,
+        depths if len(mask) else None,
+        num_partial_rows,
+    )
 
 
 def paged_attention(

@@ -42,7 +42,13 @@ def append_kv(
     check_sizes(k_cache)
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
     arrays |= {"k_scale": k_scale, "v_scale": v_scale}
-    inputs = {"k": k, "v": v, "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale}
+    inputs: dict[str, torch.Tensor | None] = {
+        "k": k,
+        "v": v,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     check_written("k_cache", k_cache, inputs)
     check_written("v_cache", v_cache, inputs)
     values = cache_values(k_cache, v_cache, k_scale, v_scale)
@@ -59,6 +65,7 @@ def append_kv(
         "value_token_stride": value_strides[0],
         "value_head_stride": value_strides[1],
     }
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping, **scales}
     variant = row_variant("append_kv", k_cache, v_cache, k, v)
     run(launcher_of(k_cache.device), variant, arrays, values, _WRITTEN, dims["num_tokens"])
 

@@ -71,9 +71,8 @@ class CudaLauncher:
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         if capability < _OLDEST:
-            raise UnsupportedError(
-                f"device: expected compute capability 8.0 or later, found {capability[0]}.{capability[1]} in cuda:{index}"
-            )
+            found = f"{capability[0]}.{capability[1]} in cuda:{index}"
+            raise UnsupportedError(f"device: expected compute capability 8.0 or later, found {found}")
         self.arch = arch_of_capability(f"{capability[0]}{capability[1]}")
         self.num_multiprocessors: int = properties.multi_processor_count
         self._kernels: dict[Variant, Any] = {}
@@ -129,8 +128,8 @@ class CudaLauncher:
             return found
         if os.environ.get("PAGEDKV_COMPILE") == "never":
             raise KernelNotCompiledError(
-                f"{variant.name}: expected a compiled kernel for {self.arch}, because PAGEDKV_COMPILE=never, found none; "
-                f"`pagedkv warmup --arch {self.arch}` makes it"
+                f"{variant.name}: expected to be compiled for {self.arch}, because PAGEDKV_COMPILE=never, found not: "
+                f"`pagedkv warmup --arch {self.arch}` does it"
             )
         _log.warning("compiling %s for %s, which `pagedkv warmup` would have done", variant.name, self.arch)
         return compile_kernel(variant.kernel, self.arch, variant.macros)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kernels.dims import CACHED, COMPUTED, LAYER, TABLE, Dims, check_written, dtype_name, strides
-from pagedkv.kernels.launch import launcher_of, run
+from pagedkv.kernels.launch import Arrays, launcher_of, run
 from pagedkv.kernels.rows import cache_values, check_same_type, check_sizes, row_variant, type_code
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ def gather_kv(
     dims.check("v_cache", v_cache, LAYER, CACHED)
     dims.check("block_table", block_table, TABLE, ("int32",))
     dims.fix("sum(seq_lens)", num_tokens)
+    scales: Arrays = {"k_scale": k_scale, "v_scale": v_scale}
+    inputs = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, **scales}
     for name, out, cache in (("k_out", k_out, k_cache), ("v_out", v_out, v_cache)):
         dims.check(name, out, _ROWS, (*COMPUTED, *({dtype_name(cache)} - set(COMPUTED))))
-        inputs = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
-        check_written(name, out, inputs | {"block_table": block_table})
+        check_written(name, out, inputs)
     check_written("k_out", k_out, {"v_out": v_out})
     check_same_type("k_cache", k_cache, "v_cache", v_cache)
     check_same_type("k_out", k_out, "v_out", v_out)
@@ -57,8 +58,7 @@ def gather_kv(
         if scale is not None and dtype_name(k_out) not in COMPUTED:
             expected = "none beside an output of FP8, which is a copy"
             raise InvalidArgumentError(f"{name}: expected {expected}, found an output of {dtype_name(k_out)}")
-    arrays = {"k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
-    arrays |= {"token_starts": token_starts, "rows": rows, "k_scale": k_scale, "v_scale": v_scale}
+    arrays = inputs | {"k_out": k_out, "v_out": v_out, "token_starts": token_starts, "rows": rows}
     k_strides, v_strides = strides(k_out), strides(v_out)
     values = cache_values(k_cache, v_cache, k_scale, v_scale) | {
         "num_tokens": num_tokens,

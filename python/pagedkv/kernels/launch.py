@@ -6,7 +6,7 @@ takes one. Who takes those of a kind of device stands in `LAUNCHERS`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 MAX_GRID = 2**31 - 1
+
+Arrays: TypeAlias = "Mapping[str, torch.Tensor | None]"
+"""Arrays by the fields of a struct that point to them; None for a null pointer."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Launch:
     variant: Variant
     grid: int
     params: np.ndarray[Any, Any]
-    arrays: Mapping[str, "torch.Tensor | None"]
+    arrays: Arrays
     written: frozenset[str]
 
 
@@ -81,7 +84,7 @@ def launcher_of(device: "torch.device") -> Launcher:
 def run(
     launcher: Launcher,
     variant: Variant,
-    arrays: Mapping[str, "torch.Tensor | None"],
+    arrays: Arrays,
     values: Mapping[str, Any],
     written: frozenset[str],
     grid: int,

@@ -45,8 +45,8 @@ class WorkLists:
     Attributes
     ----------
     few, many, merges : torch.Tensor, int32
-        Lists of work items for `paged_decode` and `paged_prefill`, and of merge items: a header, whose first word is the
-        number of items, and the items.
+        Lists of work items for `paged_decode` and `paged_prefill`, and of merge items: a header, whose first word is
+        the number of items, and the items.
     num_few, num_many, num_merges : int
         For how many items thread blocks are launched: as many as there are, or as there may come to be.
     tree_mask, tree_depths : torch.Tensor or None
@@ -201,7 +201,12 @@ def _check(
     dims.check("v_cache", v_cache, LAYER, CACHED)
     dims.check("block_table", block_table, TABLE, ("int32",))
     dims.check("out", out, _QUERIES, COMPUTED)
-    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    inputs: dict[str, torch.Tensor | None] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "block_table": block_table,
+    }
     inputs |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
     for name in ("alibi_slopes", "sinks"):
         vector = getattr(options, name)
@@ -254,10 +259,8 @@ def _check_types(q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Ten
 def _check_places(q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Tensor", out: "torch.Tensor") -> None:
     for name, array, least in (("q", q, 16), ("out", out, 16), ("k_cache", k_cache, 8), ("v_cache", v_cache, 8)):
         if array.numel() and alignment(array) < least:
-            raise UnsupportedError(
-                f"{name}: expected rows at multiples of {least} bytes on a GPU, found address {array.data_ptr():#x} and "
-                f"strides {array.stride()} of {array.element_size()} bytes"
-            )
+            found = f"address {array.data_ptr():#x} and strides {array.stride()} of {array.element_size()} bytes"
+            raise UnsupportedError(f"{name}: expected rows at multiples of {least} bytes on a GPU, found {found}")
 
 
 def _float32() -> "torch.dtype":

@@ -52,7 +52,7 @@ def as_tensor(argument: str, array: Any) -> "torch.Tensor":
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{argument}: expected an array that speaks DLPack, found {type(array).__name__}")
     try:
-        return torch.from_dlpack(array)
+        return torch.utils.dlpack.from_dlpack(array)
     except (BufferError, RuntimeError, ValueError) as error:
         found = f"{type(array).__name__}: {error}"
         raise InvalidArgumentError(

@@ -15,7 +15,7 @@ OF_PLAN = ("tree_mask", "tree_mask_start_loc")
 def paged_attention(device, *arrays, kernel=None, piece=None, spare_items=0, out=None, return_lse=False, **options):
     """Compute attention of a batch as the package cuts it, its keys at multiples of `piece`; or by one kernel.
 
-    Then launches have blocks for `spare_items` more than there are, as a graph has that was captured for a larger batch.
+    Then launches have blocks for `spare_items` more than there are, as a graph that was captured for a larger batch.
     """
     q = arrays[0]
     out = torch.full_like(q, math.nan) if out is None else out
