@@ -21,7 +21,7 @@ ROOMS = {
     "exceptions": ({"_core"}, set()),
     "pool": (BASE | {"_core"}, {"numpy"}),
     "scheduling": (BASE | {"_core"}, {"numpy"}),
-    "kernels": (BASE, {"numpy", "cupy", "cuda"}),
+    "kernels": (BASE, {"numpy", "torch", "cupy", "cuda"}),
     "reference": (set(), {"numpy"}),
     "kv_cache": (BASE | {"_core", "kernels"}, {"numpy", "torch", "cupy"}),
     "attention": (BASE | {"_core", "kernels", "kv_cache"}, {"numpy", "torch", "cupy"}),

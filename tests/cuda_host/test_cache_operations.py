@@ -78,5 +78,4 @@ def test_nothing_is_touched_when_there_is_nothing_to_do():
     cache_operations.copy_blocks(device, pool, torch.zeros(0, 2, dtype=torch.int32))
     cache_operations.move_kv(device, pool, torch.zeros(0, 3, dtype=torch.int64))
     np.testing.assert_array_equal(bits(pool), before)
-    assert [kernel for kernel, _ in device.launched] == ["append_kv", "copy_blocks", "move_kv"]
-    assert all(not traffic.bytes_read for _, done in device.launched for traffic in done.traffic.values())
+    assert device.launched == []

@@ -1,4 +1,4 @@
-"""Who computes: the package on the CPU, with each instruction set, or the CUDA kernels on a host that checks them.
+"""Who computes: the package on the CPU, with each instruction set, or with CUDA kernels on a host that checks them.
 
 A backend has the operations of the package, with their names and arguments.
 """
@@ -12,9 +12,9 @@ from host_device import HostDevice, attention, cache_operations, missing_tools
 import pagedkv.attention
 import pagedkv.kv_cache
 
-# Any batch can be computed by either kernel of attention.
-CUDA_KERNELS = {"cuda-decode": "paged_decode", "cuda-prefill": "paged_prefill"}
+# The package with kernels launched on the host, and the kernel that it seldom chooses, which can compute any batch.
 CUDA = "cuda"
+CUDA_KERNELS = {CUDA: None, "cuda-prefill": "paged_prefill"}
 FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 SCHEDULES = ("uniform", "warp-priority")
 
@@ -32,11 +32,14 @@ class Cpu:
 
 
 class CudaOnHost:
-    """The kernels of `cuda/`, each of them run under both schedules, which must give the same bits."""
+    """The package with kernels launched on the host, under both schedules, which must give the same bits.
+
+    Attention is computed as the package cuts a batch, or by one kernel.
+    """
 
     default_dtype = torch.bfloat16
 
-    def __init__(self, kernel=None, piece=256, **device):
+    def __init__(self, kernel=None, piece=None, **device):
         self._kernel = kernel
         self._piece = piece  # of keys, at whose multiples long sequences are cut
         self._device = device

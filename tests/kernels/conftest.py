@@ -25,7 +25,8 @@ def pytest_collection_modifyitems(config, items):
 def backend(request, monkeypatch):
     """Return each backend of attention."""
     if request.param in CUDA_KERNELS:
-        return CudaOnHost(CUDA_KERNELS[request.param])
+        kernel = CUDA_KERNELS[request.param]
+        return CudaOnHost(kernel, piece=kernel and 256)
     monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
     return Cpu()
 

@@ -1,10 +1,13 @@
 """Attention on a GPU: plans batches on the host, keeps the plan in device memory, launches kernels layer by layer."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, StateError
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNED_WORDS = 4  # the kernels read lists by 16 bytes
+
+_PLANS: WeakValueDictionary[int, "DevicePlan"] = WeakValueDictionary()
+_PACKED = -0x70A6ED  # no plan of the CPU begins so
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class DevicePlan:
         tree_mask_start_loc: Any = None,
     ) -> None:
         self._sizes = sizes
+        self._number = 0
         self._block_table = as_tensor("block_table", block_table)
         self._check_sizes()
         device = self._block_table.device
@@ -85,6 +93,13 @@ class DevicePlan:
             fixed_keys=sizes.split_keys,
         )
         self.work = _upload(lists, num_partial_rows, device)
+
+    def pack(self) -> NDArray[np.int32]:
+        """Return two words that name this plan in this process, for as long as it is in place."""
+        if self._number == 0:
+            self._number = next(_numbers)
+            _PLANS[self._number] = self
+        return np.array([_PACKED, self._number], np.int32)
 
     def _check_sizes(self) -> None:
         sizes, table = self._sizes, self._block_table
@@ -151,6 +166,23 @@ class DevicePlan:
                 f"plan: expected one for layers (num_blocks, {', '.join(map(str, k_cache.shape[1:]))}), found one for "
                 f"(num_blocks, {', '.join(map(str, of_layer))})"
             )
+
+
+def unpack(words: "torch.Tensor") -> DevicePlan:
+    """Return the plan that `DevicePlan.pack` named.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the words name none, or one that another has taken the place of.
+    """
+    named = words.tolist() if words.device.type == "cpu" and words.shape == (2,) else []
+    plan = _PLANS.get(named[1]) if named[:1] == [_PACKED] else None
+    if plan is None:
+        raise InvalidArgumentError(
+            f"plan: expected what PagedAttention.pack returned for the plan in place, found {tuple(words.shape)} words"
+        )
+    return plan
 
 
 def _integers(argument: str, array: Any) -> Any:

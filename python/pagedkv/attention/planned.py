@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedkv import _core
 from pagedkv.attention.cuda import DevicePlan, Sizes
-from pagedkv.exceptions import StateError, UnsupportedError
+from pagedkv.exceptions import StateError
 from pagedkv.kv_cache.device import runs_kernels
 from pagedkv.kv_cache.memory import make_like
 
@@ -201,14 +201,13 @@ class PagedAttention:
         Notes
         -----
         Some three words per sequence and one per block. The operation checks and cuts what it unpacks again, layer by
-        layer, which costs little beside the attention itself.
+        layer, which costs little beside the attention itself. Of a plan for a GPU the words, two of them in host
+        memory, are a name: they are good in this process, until another plan takes its place.
         """
         import torch
 
         if self._plan is None:
             raise _no_plan()
-        if isinstance(self._plan, DevicePlan):
-            raise UnsupportedError("pack: expected a plan for the CPU, found one for a GPU")
         return torch.from_numpy(self._plan.pack())
 
 

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from pagedkv import _core
+from pagedkv.attention import cuda
 from pagedkv.exceptions import InvalidArgumentError
+from pagedkv.kv_cache.device import runs_kernels
+from pagedkv.kv_cache.ops import append_kv as append_to_layer
 
 _POOL_SHAPE = "(num_blocks, num_layer_slots, 2, num_kv_heads, block_size, head_dim)"
 
 
-@torch.library.custom_op("pagedkv::append_kv", mutates_args=("pool",), device_types="cpu")
+@torch.library.custom_op("pagedkv::append_kv", mutates_args=("pool",), device_types=("cpu", "cuda"))
 def append_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -45,9 +48,8 @@ def append_kv(
     TypeError, InvalidArgumentError
         If there is no such layer, or as `pagedkv.kv_cache.append_kv`. Nothing is written then.
     """
-    k_cache, v_cache = _layer(pool, layer)
-    k_scale, v_scale = _plain(k_scale), _plain(v_scale)
-    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    scales = {"k_scale": _plain(k_scale), "v_scale": _plain(v_scale)}
+    append_to_layer(k, v, *_layer(pool, layer), slot_mapping, **scales)
 
 
 @append_kv.register_fake
@@ -55,7 +57,7 @@ def _(*_args: Any, **_options: Any) -> None:
     return None
 
 
-@torch.library.custom_op("pagedkv::paged_attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("pagedkv::paged_attention", mutates_args=(), device_types=("cpu", "cuda"))
 def paged_attention(
     q: torch.Tensor,
     pool: torch.Tensor,
@@ -95,8 +97,14 @@ def paged_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_cache, v_cache = _layer(pool, layer)
-    queries = _core.from_dlpack(q, argument="q")
-    _core.AttentionPlan.unpack(plan, queries, k_cache).run(
+    queries: Any = q
+    planned: Any
+    if runs_kernels(q):
+        planned = cuda.unpack(plan)
+    else:
+        queries = _core.from_dlpack(q, argument="q")
+        planned = _core.AttentionPlan.unpack(plan, queries, k_cache)
+    planned.run(
         queries,
         k_cache,
         v_cache,
@@ -116,11 +124,13 @@ def _(q: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _layer(pool: torch.Tensor, layer: int) -> tuple[_core.Tensor, _core.Tensor]:
+def _layer(pool: torch.Tensor, layer: int) -> tuple[Any, Any]:
     if pool.ndim != _POOL_SHAPE.count(",") + 1 or pool.shape[2] != 2:
         raise InvalidArgumentError(f"pool: expected shape {_POOL_SHAPE}, found {tuple(pool.shape)}")
     if not 0 <= layer < pool.shape[1]:
         raise InvalidArgumentError(f"layer: expected 0 to {pool.shape[1] - 1}, found {layer}")
+    if runs_kernels(pool):
+        return pool[:, layer, 0], pool[:, layer, 1]
     both = _core.from_dlpack(pool, argument="pool").select(1, layer)
     return both.select(1, 0), both.select(1, 1)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.kernels.dims import CACHED, COMPUTED, LAYER, Dims, check_written, dtype_name, strides
-from pagedkv.kernels.launch import launcher_of, run
+from pagedkv.kernels.launch import Arrays, launcher_of, run
 from pagedkv.kernels.rows import cache_values, check_same_type, check_sizes, row_variant, type_code
 
 if TYPE_CHECKING:
@@ -40,15 +40,8 @@ def append_kv(
     check_same_type("k", k, "v", v)
     check_same_type("k_cache", k_cache, "v_cache", v_cache)
     check_sizes(k_cache)
-    arrays = {"k_cache": k_cache, "v_cache": v_cache, "key": k, "value": v, "slot_mapping": slot_mapping}
-    arrays |= {"k_scale": k_scale, "v_scale": v_scale}
-    inputs: dict[str, torch.Tensor | None] = {
-        "k": k,
-        "v": v,
-        "slot_mapping": slot_mapping,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
+    scales: Arrays = {"k_scale": k_scale, "v_scale": v_scale}
+    inputs = {"k": k, "v": v, "slot_mapping": slot_mapping, **scales}
     check_written("k_cache", k_cache, inputs)
     check_written("v_cache", v_cache, inputs)
     values = cache_values(k_cache, v_cache, k_scale, v_scale)

@@ -15,10 +15,11 @@ from pagedkv.kv_cache.checks import (
     integer,
     size,
 )
+from pagedkv.kv_cache.device import runs_kernels
 from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers, view_array, view_tensor
 from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
-from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv
+from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv, update_block_table
 
 _Found = TypeVar("_Found")
 
@@ -53,8 +54,8 @@ class KVCache:
         Which dimension is outermost in memory; ignored when `pool` is given.
     backend : {"torch", "numpy"}
         The library that makes the memory. NumPy holds bfloat16 as uint16 and FP8 as uint8.
-    device : str
-        Where to make it; the CPU only.
+    device : str or torch.device
+        Where to make it: "cpu", or "cuda" or "cuda:N" with torch.
     pool : array, shape (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), optional
         Memory to use in place, from any library that speaks DLPack, with any strides as long as `head_dim` is
         contiguous.
@@ -62,7 +63,7 @@ class KVCache:
         Memory to use in place for the block table.
     host_blocks : int
         Blocks of the host tier, for requests that are preempted by swap; they take as much memory each as those of the
-        pool, in the same layout.
+        pool, in the same layout. Beside a GPU they are page-locked, and transfers have a stream of their own.
     packed : bool
         Whether keys are packed, sixteen tokens side by side, which makes decoding on the CPU faster. Block sizes must
         be multiples of 16 then, and `pool` is not taken.
@@ -87,7 +88,7 @@ class KVCache:
     Raises
     ------
     UnsupportedError
-        If `device` waits for a later version, or memory is given for packed keys.
+        If `device` is neither the CPU nor an NVIDIA GPU, or keys are to be packed there or in memory that is given.
     TypeError, InvalidArgumentError
         If an argument is out of its range, or given memory is read-only, overlaps itself or the other's, does not have
         the shape and type that it should, or can't be seen in the shape of each group.
@@ -201,9 +202,9 @@ class KVCache:
         host_blocks: int = 0,
         packed: bool = False,
     ) -> None:
-        check_place(layout, backend, device)
+        place = check_place(layout, backend, device)
         if packed:
-            check_packed(groups, pool)
+            check_packed(groups, pool, place)
         self.num_blocks = num_blocks
         self.groups = groups
         self.num_layer_slots = num_layer_slots
@@ -211,25 +212,31 @@ class KVCache:
         self.packed = packed
         self._backend = backend
         shape = (num_blocks, num_layer_slots, *groups[0].slot_shape)
-        self._memory = make_pool(backend, shape, groups[0].dtype, layout) if pool is None else pool
+        self._memory = make_pool(backend, shape, groups[0].dtype, layout, place) if pool is None else pool
         natural = import_memory("pool", self._memory, shape, groups[0].dtype)
         self._pool = natural.packed() if packed else natural
+        place = natural.device if pool is not None and not natural.device.startswith("cpu") else place
         table_shape = (len(groups), *table_sizes)
-        self.block_table = make_table(backend, table_shape) if block_table is None else block_table
+        self.block_table = make_table(backend, table_shape, place) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
         check_apart("block_table", self._block_table, "pool", self._pool)
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
         views = [view_tensor(natural, group) for group in self.groups]
         self._views = [view.packed() for view in views] if packed else views
         self._tensors, self._layers = self._view_layers()
+        # What operations are handed: kernels are launched on arrays, the CPU takes what it need not import again.
+        self._operands: dict[int, tuple[Any, Any]] = self._tensors if place == "cpu" else self._layers
+        self._whole: Any = self._pool if place == "cpu" else self._memory
         self.host_blocks = integer("host_blocks", host_blocks)
         if self.host_blocks < 0:
             raise InvalidArgumentError(f"host_blocks: expected at least 0, found {host_blocks}")
         self._host = (
-            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend, packed=packed)
+            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend, packed=packed, device=place)
             if self.host_blocks
             else None
         )
+        if self._host is not None and place != "cpu":
+            self._host.outlive(self._memory)
 
     def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
         tensors, arrays = {}, {}
@@ -366,13 +373,13 @@ class KVCache:
         if len(plan.slot_moves):
             check_moves(plan.slot_moves, [self.num_blocks * group.block_size for group in self.groups])
         if len(plan.table_updates):
-            _core.update_block_table(self._block_table, plan.table_updates, self.num_blocks)
+            update_block_table(self._block_table, plan.table_updates, self.num_blocks)
         if len(plan.slot_moves):
             self.move_kv(plan.slot_moves)
         if swaps and self._host is not None:
-            self._host.start(plan, self._pool)
+            self._host.start(plan, self._whole)
         if len(plan.copies):
-            copy_blocks(self._pool, plan.copies)
+            copy_blocks(self._whole, plan.copies)
 
     @property
     def host_pool(self) -> Any:
@@ -391,7 +398,7 @@ class KVCache:
         Returns
         -------
         array, int64
-            On the CPU, those that `apply` has started.
+            On the CPU, those that `apply` has started; beside a GPU, those of them whose copies are done.
         """
         return ids[:0] if self._host is None else self._host.finished(ids)
 
@@ -417,7 +424,7 @@ class KVCache:
             What keys and values are divided by before they are rounded to FP8, for all KV heads or each; attention
             needs the same. Only for a layer that is FP8.
         """
-        append_kv(k, v, *self.layer_tensors(layer), slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        append_kv(k, v, *self._find(self._operands, layer), slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def copy_blocks(self, pairs: Any) -> None:
         """Copy whole blocks over all layers.
@@ -427,7 +434,7 @@ class KVCache:
         pairs : array, shape (k, 2), int32
             Source and destination blocks. A destination comes once and is no source.
         """
-        copy_blocks(self._pool, pairs)
+        copy_blocks(self._whole, pairs)
 
     def move_kv(self, slot_moves: Any) -> None:
         """Move single tokens over all layers of their groups.
@@ -473,10 +480,10 @@ class KVCache:
             chosen as backend. Tokens whose block has left the layer's window come from the null block, which holds
             nothing of meaning.
         """
-        caches = self.layer_tensors(layer)
+        caches = self._find(self._operands, layer)
         number = self.group_of(layer)
         table, scales = self._tables[number], {"k_scale": k_scale, "v_scale": v_scale}
-        if out is not None:
+        if out is not None or runs_kernels(caches[0]):
             return gather_kv(*caches, table, seq_lens, rows, **scales, out=out)
         group = self.groups[number]
         num_tokens = _core.num_gathered_tokens(caches[0], table, seq_lens, rows)

@@ -51,16 +51,24 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def check_place(layout: str, backend: str, device: Any) -> None:
-    """Refuse an order of memory, a library or a device that is not known."""
+def check_place(layout: str, backend: str, device: Any) -> str:
+    """Refuse an order of memory, a library or a device that is not known; return the device's name."""
     _check_choice("layout", layout, ("block", "layer"))
     _check_choice("backend", backend, ("torch", "numpy"))
-    if str(device) != "cpu":
-        raise UnsupportedError(f"device: KVCache makes memory on the cpu only, found {device!s}")
+    kind, _, index = (name := str(device)).partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+        raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, found {name}")
+    if kind == "cpu":
+        return "cpu"
+    if backend != "torch":
+        raise UnsupportedError(f"backend: expected torch, which makes memory on {name}, found {backend}")
+    return name
 
 
-def check_packed(groups: Sequence["CacheGroup"], pool: Any) -> None:
-    """Refuse sizes in which keys can't be packed, and memory whose keys lie in an order of its own."""
+def check_packed(groups: Sequence["CacheGroup"], pool: Any, device: str) -> None:
+    """Refuse a GPU, sizes in which keys can't be packed, and memory whose keys lie in an order of its own."""
+    if device != "cpu":
+        raise UnsupportedError(f"packed: expected False on a GPU, whose kernels read keys as they are, found {device}")
     if pool is not None:
         raise UnsupportedError("pool: expected none, because only memory that KVCache makes has packed keys, found one")
     for group in groups:

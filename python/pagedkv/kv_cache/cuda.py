@@ -157,6 +157,22 @@ def gather_kv(
     return out[0], out[1]
 
 
+def update_block_table(block_table: Any, table_updates: Any, num_blocks: int) -> None:
+    """Write cells of a block table in the order of the current stream; see `pagedkv.kv_cache.ops`."""
+    table = as_tensor("block_table", block_table)
+    updates = _integers("table_updates", table_updates, "int32", 4)
+    every = np.arange(len(updates))
+    for side, (what, limit) in enumerate(zip(("a group", "a row", "a column"), table.shape, strict=True)):
+        _check_range("table_updates", updates, every, side, what, limit)
+    _check_range("table_updates", updates, every, 3, "a block", num_blocks)
+    cells = np.ravel_multi_index(tuple(updates[:, :3].T), tuple(table.shape))
+    _, from_the_end = np.unique(cells[::-1], return_index=True)
+    last = len(cells) - 1 - from_the_end
+    on_device = uploaded(np.stack([*updates[last, :3].T, updates[last, 3]]).astype(np.int64), table.device)
+    group, row, column, block = on_device
+    table[group, row, column] = block.to(table.dtype)
+
+
 def _lies_on(array: Any, device: "torch.device") -> bool:
     import torch
 

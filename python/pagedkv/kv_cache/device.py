@@ -49,6 +49,9 @@ def as_tensor(argument: str, array: Any) -> "torch.Tensor":
                 f"{argument}: expected a tensor without gradient, found one that requires grad: detach it"
             )
         return array
+    if isinstance(array, _core.Tensor):
+        # Its capsule waits for nobody's stream, and packed keys refuse to leave.
+        return torch.utils.dlpack.from_dlpack(array.__dlpack__(max_version=(1, 0)))
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{argument}: expected an array that speaks DLPack, found {type(array).__name__}")
     try:

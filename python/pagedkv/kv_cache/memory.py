@@ -22,12 +22,16 @@ _NUMPY_DTYPES = {
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-def make_blocks(backend: str, shape: tuple[int, ...], dtype: str) -> Any:
+def make_blocks(
+    backend: str, shape: tuple[int, ...], dtype: str, device: str = "cpu", *, page_locked: bool = False
+) -> Any:
     """Make memory for keys and values; what it holds is left to chance."""
     if backend == "numpy":
         return np.empty(shape, _NUMPY_DTYPES[dtype])
     import torch
 
+    if device != "cpu" or page_locked:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device, pin_memory=page_locked)
     num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=getattr(torch, dtype))
@@ -46,21 +50,24 @@ def _map_huge_pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def make_pool(backend: str, shape: tuple[int, ...], dtype: str, layout: str) -> Any:
+def make_pool(
+    backend: str, shape: tuple[int, ...], dtype: str, layout: str, device: str = "cpu", *, page_locked: bool = False
+) -> Any:
     """Make memory for blocks, with the layers outermost if the layout says so."""
     if layout == "block":
-        return make_blocks(backend, shape, dtype)
+        return make_blocks(backend, shape, dtype, device, page_locked=page_locked)
     num_blocks, num_layer_slots, *rest = shape
-    return make_blocks(backend, (num_layer_slots, num_blocks, *rest), dtype).swapaxes(0, 1)
+    by_layer = (num_layer_slots, num_blocks, *rest)
+    return make_blocks(backend, by_layer, dtype, device, page_locked=page_locked).swapaxes(0, 1)
 
 
-def make_table(backend: str, shape: tuple[int, ...]) -> Any:
+def make_table(backend: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
     """Make a block table in which every entry is the null block."""
     if backend == "numpy":
         return np.zeros(shape, np.int32)
     import torch
 
-    return torch.zeros(shape, dtype=torch.int32)
+    return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def make_like(argument: str, array: Any, shape: tuple[int, ...] | None = None, dtype: str | None = None) -> Any:

@@ -43,6 +43,27 @@ def append_kv(
     backend.append_kv(k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
+def update_block_table(block_table: Any, table_updates: Any, num_blocks: int) -> None:
+    """Write cells of a block table, as a plan asks for.
+
+    Parameters
+    ----------
+    block_table : array, shape (num_groups, num_rows, max_blocks_per_seq), int32
+        The table; modified.
+    table_updates : array, shape (k, 4), int32
+        Cache group, row, column and block. Where a cell comes twice, the later block stays.
+    num_blocks : int
+        Blocks of the pool.
+
+    Raises
+    ------
+    TypeError, InvalidArgumentError
+        If a cell is outside the table, or a block outside the pool. Nothing is written then.
+    """
+    backend = cuda if runs_kernels(block_table) else _core
+    backend.update_block_table(block_table, table_updates, num_blocks)
+
+
 def copy_blocks(pool: Any, pairs: Any) -> None:
     """Copy whole blocks over all layers.
 
