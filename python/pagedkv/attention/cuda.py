@@ -13,7 +13,14 @@ from pagedkv import _core
 from pagedkv.exceptions import InvalidArgumentError, StateError
 from pagedkv.kernels.launch import launcher_of
 from pagedkv.kernels.merge_states import merge_states as _merge_states
-from pagedkv.kernels.paged_attention import LayerOptions, WorkLists, attend, blocks_side_by_side, rows_per_item
+from pagedkv.kernels.paged_attention import (
+    LayerOptions,
+    WorkLists,
+    attend,
+    blocks_side_by_side,
+    check_heads,
+    rows_per_item,
+)
 from pagedkv.kv_cache.device import as_tensor, on_host, optional_tensor, uploaded
 from pagedkv.kv_cache.memory import make_like
 
@@ -106,10 +113,7 @@ class DevicePlan:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "block_size"):
             if getattr(sizes, name) < 1:
                 raise InvalidArgumentError(f"{name}: expected at least 1, found {getattr(sizes, name)}")
-        if sizes.num_q_heads % sizes.num_kv_heads:
-            raise InvalidArgumentError(
-                f"num_q_heads: expected a multiple of num_kv_heads={sizes.num_kv_heads}, found {sizes.num_q_heads}"
-            )
+        check_heads(sizes.num_q_heads, sizes.num_kv_heads, sizes.head_dim)
         if table.ndim != 2:
             raise InvalidArgumentError(
                 f"block_table: expected shape (num_rows, max_blocks_per_seq), found {tuple(table.shape)}"

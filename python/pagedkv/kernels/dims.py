@@ -76,7 +76,7 @@ class Dims:
         self._sizes.update(zip(names, shape, strict=True))
         if contiguous and shape[-1] > 1 and array.stride(-1) != 1:
             raise InvalidArgumentError(
-                f"{argument}: expected a contiguous last dimension, found strides {array.stride()}"
+                f"{argument}: expected stride 1 in the last dimension, found strides {array.stride()}"
             )
 
     def _size(self, name: str) -> int | None:
@@ -114,7 +114,7 @@ def check_written(argument: str, array: "torch.Tensor", inputs: Mapping[str, "to
     for stride, size in sorted((abs(stride), size) for stride, size in zip(array.stride(), array.shape, strict=True)):
         if size > 1 and stride < span:
             raise InvalidArgumentError(
-                f"{argument}: expected memory that does not overlap itself, found strides {array.stride()}"
+                f"{argument}: expected an output whose elements do not overlap, found strides {array.stride()}"
             )
         span += stride * (size - 1)
     start, end = _extent(array)

@@ -218,17 +218,17 @@ def _check(
         dims.check("lse", lse, _QUERIES[:2], ("float32",))
         check_written("lse", lse, inputs | {"out": out})
     check_sizes(k_cache)
-    _check_heads(dims)
+    check_heads(dims["num_q_heads"], dims["num_kv_heads"], dims["head_dim"])
     _check_options(options)
     _check_types(q, k_cache, v_cache, out)
     _check_places(q, k_cache, v_cache, out)
     return dims
 
 
-def _check_heads(dims: Dims) -> None:
-    head_dim, num_q_heads, num_kv_heads = dims["head_dim"], dims["num_q_heads"], dims["num_kv_heads"]
+def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Refuse heads that the kernels of attention do not have, and numbers of heads that make no groups."""
     longest = HEAD_DIM_CLASSES[-1]
-    if head_dim % 8:
+    if head_dim < 1 or head_dim % 8:
         raise InvalidArgumentError(f"head_dim: expected a multiple of 8 up to {longest} on a GPU, found {head_dim}")
     if head_dim > longest:
         raise UnsupportedError(f"head_dim: expected at most {longest} on a GPU, found {head_dim}")
