@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv import _core
+from pagedkv.attention.reserved import Reserved, Room
 from pagedkv.exceptions import InvalidArgumentError, StateError
 from pagedkv.kernels.launch import launcher_of
 from pagedkv.kernels.merge_states import merge_states as _merge_states
@@ -57,6 +58,8 @@ class DevicePlan:
         Block ids, on the device; read by every run, so that later changes of it count.
     seq_lens, query_start_loc, rows, tree_mask, tree_mask_start_loc
         As for `PagedAttention.plan`; wherever they lie.
+    reserved : Reserved, optional
+        Memory for the plan, in the place of the plan that was there; by default the plan takes its own.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class DevicePlan:
         rows: Any = None,
         tree_mask: Any = None,
         tree_mask_start_loc: Any = None,
+        reserved: Reserved | None = None,
     ) -> None:
         self._sizes = sizes
         self._number = 0
@@ -80,6 +84,13 @@ class DevicePlan:
             raise StateError("plan: expected a stream that is not being captured, found one that is: plan before")
         query_start_loc = _integers("query_start_loc", query_start_loc)
         self._num_tokens = max(0, int(query_start_loc.reshape(-1)[-1])) if query_start_loc.size else 0
+        if reserved is not None:
+            if self._num_tokens > (most := reserved.room.num_tokens):
+                raise InvalidArgumentError(
+                    f"query_start_loc: expected at most {most} tokens, for which room is reserved,"
+                    f" found {self._num_tokens}"
+                )
+            self._num_tokens = most
         few_rows, many_rows = rows_per_item(sizes.head_dim)
         *lists, num_partial_rows = _core.device_work(
             sizes.num_kv_heads,
@@ -99,7 +110,10 @@ class DevicePlan:
             num_workers=blocks_side_by_side(launcher, sizes.head_dim),
             fixed_keys=sizes.split_keys,
         )
-        self.work = _upload(lists, num_partial_rows, device)
+        if reserved is None:
+            self.work = _upload(lists, num_partial_rows, device)
+        else:
+            self.work = reserved.fill(lists, num_partial_rows)
 
     def pack(self) -> NDArray[np.int32]:
         """Return two words that name this plan in this process, for as long as it is in place."""
@@ -187,6 +201,22 @@ def unpack(words: "torch.Tensor") -> DevicePlan:
             f"plan: expected what PagedAttention.pack returned for the plan in place, found {tuple(words.shape)} words"
         )
     return plan
+
+
+def reserve(sizes: Sizes, block_table: Any, num_seqs: int, num_tokens: int) -> Reserved:
+    """Return memory for the plans of batches of single queries; see `PagedAttention.reserve`."""
+    table = as_tensor("block_table", block_table)
+    workers = blocks_side_by_side(launcher_of(table.device), sizes.head_dim)
+    longest = table.shape[1] * sizes.block_size
+    room = Room.of(
+        num_seqs,
+        num_tokens,
+        group=sizes.num_q_heads // sizes.num_kv_heads,
+        rows=rows_per_item(sizes.head_dim),
+        pieces=-(-workers // sizes.num_kv_heads),
+        max_pieces=None if sizes.split_keys is None else -(-longest // sizes.split_keys),
+    )
+    return Reserved(room, table.device)
 
 
 def _integers(argument: str, array: Any) -> Any:

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from pagedkv import _core
-from pagedkv.attention.cuda import DevicePlan, Sizes
-from pagedkv.exceptions import StateError
+from pagedkv.attention.cuda import DevicePlan, Sizes, reserve
+from pagedkv.attention.reserved import Reserved
+from pagedkv.exceptions import InvalidArgumentError, StateError
 from pagedkv.kv_cache.device import runs_kernels
 from pagedkv.kv_cache.memory import make_like
 
@@ -57,7 +58,7 @@ class PagedAttention:
     [1.0, 2.0]
     """
 
-    __slots__ = ("_plan", "_sizes", "_sliding_window", "_split_keys")
+    __slots__ = ("_plan", "_reserved", "_sizes", "_sliding_window", "_split_keys")
 
     def __init__(
         self,
@@ -73,6 +74,39 @@ class PagedAttention:
         self._sliding_window = sliding_window
         self._split_keys = split_keys
         self._plan: _core.AttentionPlan | DevicePlan | None = None
+        self._reserved: Reserved | None = None
+
+    def reserve(self, block_table: Any, *, num_seqs: int, num_tokens: int) -> None:
+        """Keep plans where they are from now on, with room for any batch of a size, so that graphs can be captured.
+
+        A graph that holds runs computes, when it is replayed, the plan that was made last. Each sequence has one query
+        at most then; runs take `num_tokens` of them, and those that belong to no sequence give 0. On the CPU there are
+        no graphs, and nothing is kept.
+
+        Parameters
+        ----------
+        block_table : array, shape (num_rows, max_blocks_per_seq), int32
+            What plans will name; its width says how long sequences may be.
+        num_seqs : int
+            Most sequences of a batch.
+        num_tokens : int
+            Tokens of a run.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If a size is below 1. From `plan`, if a batch needs more room; the plan before stays in place then.
+
+        Notes
+        -----
+        Thread blocks are launched for all that may come to be; those that find nothing to do end at once.
+        """
+        for name, size in (("num_seqs", num_seqs), ("num_tokens", num_tokens)):
+            if size < 1:
+                raise InvalidArgumentError(f"{name}: expected at least 1, found {size}")
+        if runs_kernels(block_table):
+            sizes = Sizes(*self._sizes, self._sliding_window, self._split_keys)
+            self._reserved = reserve(sizes, block_table, num_seqs, num_tokens)
 
     def plan(
         self,
@@ -118,7 +152,8 @@ class PagedAttention:
         batch = (block_table, seq_lens, query_start_loc)
         options = {"rows": rows, "tree_mask": tree_mask, "tree_mask_start_loc": tree_mask_start_loc}
         if runs_kernels(block_table):
-            self._plan = DevicePlan(Sizes(*self._sizes, self._sliding_window, self._split_keys), *batch, **options)
+            sizes = Sizes(*self._sizes, self._sliding_window, self._split_keys)
+            self._plan = DevicePlan(sizes, *batch, **options, reserved=self._reserved)
         else:
             self._plan = _core.AttentionPlan(*self._sizes, *batch, **options, sliding_window=self._sliding_window)
 
