@@ -19,6 +19,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="where to load the tokenizer, if not where the model is")
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    group.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
+    group.add_argument("--enforce-eager", action="store_true", help="capture no graphs on a GPU")
     group.add_argument("--kv-cache-dtype", default="auto", help="auto, one of these, float8_e4m3fn or float8_e5m2")
     group.add_argument("--packed-keys", action="store_true", help="lay keys side by side: faster with FP8")
     group.add_argument("--block-size", type=positive, default=16, metavar="N", help="tokens per block (16)")
@@ -60,6 +62,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": arguments.model,
         "tokenizer": arguments.tokenizer,
         "dtype": arguments.dtype,
+        "device": arguments.device,
+        "enforce_eager": arguments.enforce_eager,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "packed_keys": arguments.packed_keys,
         "block_size": arguments.block_size,

@@ -76,7 +76,7 @@ class Rules:
         if len(tokens) - self.prompt_len < self.min_tokens:
             logits[torch.from_numpy(self.ends)] = -torch.inf
         if len(self.biased):
-            logits[torch.from_numpy(self.biased)] += torch.from_numpy(self.biases)
+            logits[torch.from_numpy(self.biased)] += torch.from_numpy(self.biases).to(logits.device)
         for word in self.bad_words:
             before = len(word) - 1
             if before <= len(tokens) - self.prompt_len and (tokens[len(tokens) - before :] == word[:-1]).all():

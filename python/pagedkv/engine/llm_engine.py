@@ -49,6 +49,12 @@ class LLMEngine:
         token ids and outputs have no text.
     dtype : str or torch.dtype
         Element type of the weights: "auto", "float32", "float16" or "bfloat16".
+    device : str or torch.device, optional
+        Where the model and the cache are: "cpu", "cuda" or "cuda:N"; by default where a given model is, and the CPU for
+        others. A GPU takes float16 and bfloat16.
+    enforce_eager : bool
+        Whether a GPU runs every step by launches from Python, where else those of one token per sequence are captured
+        graphs, one for each size of a batch.
     kv_cache_dtype : str or torch.dtype
         Element type of keys and values in the cache: "auto" for that of the weights, one of its names, or FP8:
         "float8_e4m3fn" or "float8_e5m2".
@@ -126,6 +132,8 @@ class LLMEngine:
         tokenizer: Any = None,
         dtype: str | torch.dtype = "auto",
         *,
+        device: str | torch.device | None = None,
+        enforce_eager: bool = False,
         kv_cache_dtype: str | torch.dtype = "auto",
         k_scale: float = 1.0,
         v_scale: float = 1.0,
@@ -153,7 +161,8 @@ class LLMEngine:
                 f"max_plans_in_flight: expected 1 beside speculative_config, found {max_plans_in_flight}"
             )
         storage = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
-        paged, tokenizer = open_model(model, tokenizer, dtype, for_adapters=enable_lora, **storage)
+        options = {"for_adapters": enable_lora, "device": device}
+        paged, tokenizer = open_model(model, tokenizer, dtype, **options, **storage)
         self._limits = scheduler_limits(
             paged,
             max_model_len,
@@ -183,6 +192,10 @@ class LLMEngine:
         self._kv_cache: KVCache | None = kv_cache
         module = paged.module if enable_lora and isinstance(paged, TransformersModel) else None
         self._adapters = LoadedAdapters(module, self._scheduler)
+        # A graph would go on with the adapters that it was captured with.
+        captures = paged.device.type == "cuda" and not (enforce_eager or enable_lora)
+        if captures and isinstance(paged, TransformersModel):
+            paged.capture_decoding(kv_cache, self._limits.max_num_seqs)
         self._text = TextCodec(tokenizer)
         self._vocab_size = paged.vocab_size
         self._loop: EngineLoop | None = EngineLoop(

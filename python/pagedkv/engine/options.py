@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class EngineOptions(TypedDict, total=False):
     """The keywords of `LLMEngine`, where they are explained."""
 
+    device: str | torch.device | None
+    enforce_eager: bool
     kv_cache_dtype: str | torch.dtype
     k_scale: float
     v_scale: float

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models.dtypes import fastest_dtype
 from pagedkv.models.gguf_file import architecture
 from pagedkv.models.gguf_llama import ARCHITECTURES, GGUFLlama
@@ -65,6 +66,7 @@ def open_model(
     tokenizer: Any = None,
     dtype: str | torch.dtype = "auto",
     *,
+    device: str | torch.device | None = None,
     for_adapters: bool = False,
     **storage: Any,
 ) -> tuple[TransformersModel | GGUFLlama, Any]:
@@ -73,8 +75,10 @@ def open_model(
     Parameters
     ----------
     model, tokenizer, dtype
-        As for `load_model`. A GGUF file of Llama's or Qwen2's architecture is run by `GGUFLlama`, all else by
-        transformers.
+        As for `load_model`. On the CPU a GGUF file of Llama's or Qwen2's architecture is run by `GGUFLlama`, all else
+        by transformers.
+    device : str or torch.device, optional
+        Where the model is to be: "cpu", "cuda" or "cuda:N"; by default where a given model is, and the CPU for others.
     for_adapters : bool
         Whether adapters will be added, so that transformers runs every model.
     **storage
@@ -86,8 +90,14 @@ def open_model(
         The model over a paged cache.
     tokenizer : transformers.PreTrainedTokenizerBase or None
         The tokenizer.
+
+    Raises
+    ------
+    UnsupportedError, InvalidArgumentError
+        If there is no such device, or a given model is on another one.
     """
-    if isinstance(model, str | PathLike) and not for_adapters:
+    place = find_device(device)
+    if isinstance(model, str | PathLike) and place.type == "cpu" and not for_adapters:
         source, options = _locate(model)
         if options and architecture(path := Path(source) / options["gguf_file"]) in ARCHITECTURES:
             tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
@@ -95,7 +105,43 @@ def open_model(
             chosen = fastest_dtype() if isinstance(chosen, str) else chosen
             return GGUFLlama(path, chosen, **storage), tokenizer
     loaded, tokenizer = load_model(model, tokenizer, dtype)
+    if isinstance(model, str | PathLike):
+        loaded = loaded.to(place)
+    elif device is not None and not _is_at(loaded.device, place):
+        raise InvalidArgumentError(f"device: expected that of the given model, {loaded.device}, found {place}")
     return TransformersModel(loaded, **storage), tokenizer
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Return a device by its name, the CPU by default.
+
+    Parameters
+    ----------
+    device : str or torch.device, optional
+        "cpu", "cuda" or "cuda:N".
+
+    Returns
+    -------
+    torch.device
+        The device.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is of another kind.
+    InvalidArgumentError
+        If torch finds no such GPU.
+    """
+    kind, _, index = str(device or "cpu").partition(":")
+    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+        raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, found {device}")
+    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidArgumentError(f"device: expected one of the {count} GPUs that torch finds, found {device}")
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
+
+
+def _is_at(found: torch.device, wanted: torch.device) -> bool:
+    return found.type == wanted.type and (found.index or 0) == (wanted.index or 0)
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

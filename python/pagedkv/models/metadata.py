@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pagedkv.attention import PagedAttention
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
-from pagedkv.kv_cache import KVCache, Tensor, from_dlpack
+from pagedkv.kv_cache import KVCache, from_dlpack
 
 if TYPE_CHECKING:
     import torch
@@ -98,13 +99,14 @@ class AttentionMetadata:
     query_start_loc: Any
     k_scale: Any = None
     v_scale: Any = None
-    _by_group: list[tuple[Tensor, Tensor]] = field(init=False, repr=False, compare=False)
+    _by_group: list[tuple[Any, Any]] = field(init=False, repr=False, compare=False)
+    _layer: Callable[[int], tuple[Any, Any]] = field(init=False, repr=False, compare=False)
     _planned: dict[tuple[int, int, int | None], PagedAttention] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        slots, table = (from_dlpack(getattr(self, name), argument=name) for name in ("slot_mapping", "block_table"))
+        slots, table = (_sliceable(getattr(self, name), name) for name in ("slot_mapping", "block_table"))
         groups = range(len(self.kv_cache.groups))
         for name, array in (("slot_mapping", slots), ("block_table", table)):
             if not array.shape or array.shape[0] != len(groups):
@@ -112,9 +114,13 @@ class AttentionMetadata:
                     f"{name}: expected a first dimension of num_groups={len(groups)}, found shape {array.shape}"
                 )
         object.__setattr__(self, "_by_group", [(slots.select(0, g), table.select(0, g)) for g in groups])
+        is_on_host = self.kv_cache.device.startswith("cpu")
+        object.__setattr__(self, "_layer", self.kv_cache.layer_tensors if is_on_host else self.kv_cache.layer)
 
     @classmethod
-    def from_plan(cls, plan: Any, kv_cache: KVCache, *, k_scale: Any = None, v_scale: Any = None) -> Self:
+    def from_plan(
+        cls, plan: Any, kv_cache: KVCache, *, slot_mapping: Any = None, k_scale: Any = None, v_scale: Any = None
+    ) -> Self:
         """Take the arrays of a plan as they are.
 
         Parameters
@@ -123,6 +129,8 @@ class AttentionMetadata:
             What `Scheduler.schedule` returned.
         kv_cache : KVCache
             The memory, to which the plan was applied.
+        slot_mapping : array, shape (num_groups, num_tokens), int64, optional
+            The plan's, where a copy of it lies on the device of the memory.
         k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
             What stored FP8 keys and values must be multiplied by, in every layer.
 
@@ -131,9 +139,9 @@ class AttentionMetadata:
         AttentionMetadata
             The step, for all cache groups.
         """
-        arrays = (plan.slot_mapping, kv_cache.block_table, plan.rows, plan.seq_lens, plan.query_start_loc)
-        slots, table, rows, lens, starts = (from_dlpack(array) for array in arrays)
-        return cls(kv_cache, slots, table, rows, lens, starts, k_scale, v_scale)
+        slots = from_dlpack(plan.slot_mapping) if slot_mapping is None else slot_mapping
+        rows, lens, starts = (from_dlpack(array) for array in (plan.rows, plan.seq_lens, plan.query_start_loc))
+        return cls(kv_cache, slots, kv_cache.block_table, rows, lens, starts, k_scale, v_scale)
 
     def attend(
         self,
@@ -181,7 +189,7 @@ class AttentionMetadata:
         self.kv_cache.append_kv(layer, k, v, self._by_group[number][0], **scales)
         out: torch.Tensor = self._attention(number, q.shape[1], sliding_window).run(
             q,
-            *self.kv_cache.layer_tensors(layer),
+            *self._layer(layer),
             softmax_scale=softmax_scale,
             soft_cap=soft_cap,
             sinks=sinks,
@@ -194,9 +202,25 @@ class AttentionMetadata:
         kind = (number, num_q_heads, sliding_window)
         planned = self._planned.get(kind)
         if planned is None:
-            group, block_table = self.kv_cache.groups[number], self._by_group[number][1]
-            sizes = (num_q_heads, group.num_kv_heads, group.head_dim, group.block_size)
-            planned = PagedAttention(*sizes, sliding_window=sliding_window)
-            planned.plan(block_table, self.seq_lens, self.query_start_loc, self.rows)
+            planned = self.make_attention(number, num_q_heads, sliding_window)
+            planned.plan(self.block_table_of(number), self.seq_lens, self.query_start_loc, self.rows)
             self._planned[kind] = planned
         return planned
+
+    def block_table_of(self, number: int) -> Any:
+        """Return the block table of a cache group."""
+        return self._by_group[number][1]
+
+    def make_attention(self, number: int, num_q_heads: int, sliding_window: int | None) -> PagedAttention:
+        """Return attention for layers of a cache group that are alike, without a plan."""
+        group = self.kv_cache.groups[number]
+        sizes = (num_q_heads, group.num_kv_heads, group.head_dim, group.block_size)
+        return PagedAttention(*sizes, sliding_window=sliding_window)
+
+
+def _sliceable(array: Any, argument: str) -> Any:
+    """Return an index array in a form that `select` works on: of a GPU a tensor of torch, else an imported one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor) and array.device.type != "cpu":
+        return array
+    return from_dlpack(array, argument=argument)

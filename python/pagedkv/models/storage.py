@@ -27,7 +27,9 @@ class KVStorage:
     v_scale: torch.Tensor | None
 
 
-def choose_storage(kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_dtype: str) -> KVStorage:
+def choose_storage(
+    kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_dtype: str, device: Any = "cpu"
+) -> KVStorage:
     """Return how keys and values are stored, or say which argument can't be.
 
     Parameters
@@ -38,6 +40,8 @@ def choose_storage(kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_
         What stored keys and values must be multiplied by; other than 1 in FP8 only.
     weights_dtype : str
         Element type of the weights.
+    device : torch.device or str
+        Where scales are wanted.
 
     Returns
     -------
@@ -61,14 +65,15 @@ def choose_storage(kv_cache_dtype: Any, k_scale: float, v_scale: float, weights_
     if dtype not in ITEM_BYTES:
         expected = ", ".join(("auto", *ITEM_BYTES))
         raise InvalidArgumentError(f"kv_cache_dtype: expected one of {expected}, found {kv_cache_dtype!r}")
-    return KVStorage(dtype, _scale("k_scale", k_scale, dtype), _scale("v_scale", v_scale, dtype))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return KVStorage(dtype, *(_scale(name, scale, dtype, device) for name, scale in scales.items()))
 
 
-def _scale(argument: str, scale: float, dtype: str) -> torch.Tensor | None:
+def _scale(argument: str, scale: float, dtype: str, device: Any) -> torch.Tensor | None:
     if not (math.isfinite(scale) and scale > 0):
         raise InvalidArgumentError(f"{argument}: expected a finite number above 0, found {scale}")
     if scale == 1:
         return None
     if ITEM_BYTES[dtype] > 1:
         raise InvalidArgumentError(f"{argument}: expected 1 beside a cache that is not FP8, found {scale} and {dtype}")
-    return torch.tensor([scale], dtype=torch.float32)
+    return torch.tensor([scale], dtype=torch.float32, device=device)

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
+from pagedkv.exceptions import UnsupportedError
+from pagedkv.models.decode_graphs import DecodeGraphs
 from pagedkv.models.hook import NAME, register_attention
 from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
+from pagedkv.models.plan_arrays import PlanArrays, input_tokens
 from pagedkv.models.probe import probe_layers
 from pagedkv.models.storage import choose_storage
 from pagedkv.models.support import check_model, longest_model_len
@@ -82,7 +84,11 @@ class TransformersModel:
         register_attention()
         config = model.config.get_text_config(decoder=True)
         check_model(model, config)
-        self._storage = choose_storage(kv_cache_dtype, k_scale, v_scale, str(model.dtype).removeprefix("torch."))
+        weights = str(model.dtype).removeprefix("torch.")
+        if model.device.type != "cpu" and weights == "float32":
+            raise UnsupportedError("dtype: expected float16 or bfloat16 on a GPU, found float32")
+        self._storage = choose_storage(kv_cache_dtype, k_scale, v_scale, weights, model.device)
+        self._graphs: DecodeGraphs | None = None
         self.dtype = self._storage.dtype
         self._model = model
         self._configs = list(_configs(model))
@@ -149,15 +155,30 @@ class TransformersModel:
         Sequences do not see one another, and the plan's arrays are taken as they are: the work in Python does not grow
         with the number of tokens or sequences.
         """
-        token_ids = from_dlpack(plan.token_ids)
-        if previous_tokens is not None and len(previous_tokens):
-            source = from_dlpack(plan.input_from).long()
-            token_ids = torch.where(source < 0, token_ids, previous_tokens[source.clamp(min=0)])
-        positions = from_dlpack(plan.positions)
-        sample_rows = from_dlpack(plan.sample_rows) if rows is None else torch.from_numpy(rows).to(self.device)
-        scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
-        step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
-        return self._run(token_ids, positions, sample_rows, step)
+        if self._graphs is not None and self._graphs.takes(plan, rows, previous_tokens):
+            return self._graphs.run(plan, previous_tokens)
+        arrays = PlanArrays.of(plan, self.device)
+        sample_rows = arrays.sample_rows if rows is None else torch.from_numpy(rows).to(self.device)
+        step = AttentionMetadata.from_plan(plan, kv_cache, slot_mapping=arrays.slot_mapping, **self._scales)
+        return self._run(input_tokens(arrays, previous_tokens), arrays.positions, sample_rows, step)
+
+    def capture_decoding(self, kv_cache: KVCache, max_num_seqs: int, **options: Any) -> None:
+        """Run steps in which each sequence has one token by captured graphs from now on.
+
+        Parameters
+        ----------
+        kv_cache : KVCache
+            The one memory that steps are run over.
+        max_num_seqs : int
+            Most sequences of a step.
+        **options
+            Those of `DecodeGraphs`.
+        """
+        self._graphs = DecodeGraphs(self._run, kv_cache, self.device, max_num_seqs, self._scales, **options)
+
+    @property
+    def _scales(self) -> dict[str, torch.Tensor | None]:
+        return {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
 
     @torch.inference_mode()
     def _run(
