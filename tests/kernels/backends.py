@@ -12,6 +12,8 @@ from host_device import HostDevice, attention, cache_operations, missing_tools
 import pagedkv.attention
 import pagedkv.kv_cache
 
+# The package on a GPU, and the same kernel alone: tests marked `gpu`.
+GPU_KERNELS = {"gpu": None, "gpu-prefill": "paged_prefill"}
 # The package with kernels launched on the host, and the kernel that it seldom chooses, which can compute any batch.
 CUDA = "cuda"
 CUDA_KERNELS = {CUDA: None, "cuda-prefill": "paged_prefill"}
@@ -105,17 +107,20 @@ class CudaOnHost:
             assert torch.equal(_bits(one), _bits(other))
 
 
-def backends(cpu, cuda):
+def backends(cpu, cuda, gpu):
     """Return the names of all backends; those that this machine can't run are skipped with the reason."""
     reason = missing_tools()
     skipped = pytest.mark.skipif(reason is not None, reason=str(reason))
-    return [*cpu, *(pytest.param(name, marks=skipped) for name in cuda)]
+    on_host = (pytest.param(name, marks=skipped) for name in cuda)
+    return [*cpu, *on_host, *(pytest.param(name, marks=pytest.mark.gpu) for name in gpu)]
 
 
 def lacks(params):
     """Whether a test's parameters ask of the CUDA kernels what they refuse."""
     stored, of_input = params.get("dtype"), params.get("q_dtype")
-    if params.get("backend") in CUDA_KERNELS:  # attention: no float32, no two float types, no longer heads
+    if (
+        params.get("backend") in CUDA_KERNELS | GPU_KERNELS
+    ):  # attention: no float32, no two float types, no longer heads
         other_float = of_input is not None and {stored, of_input} <= FLOATS and stored != of_input
         return other_float or torch.float32 in (stored, of_input) or params.get("head_dim", 0) > 256
     return False

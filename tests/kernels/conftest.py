@@ -4,8 +4,9 @@ import functools
 
 import pytest
 import torch
-from backends import CUDA, CUDA_KERNELS, Cpu, CudaOnHost, backends, lacks
+from backends import CUDA, CUDA_KERNELS, GPU_KERNELS, Cpu, CudaOnHost, backends, lacks
 from batches import assert_matches_oracle, make_batch, make_pairs, make_pool, pack
+from on_gpu import CudaOnGpu
 
 from pagedkv.attention import instruction_sets
 
@@ -21,20 +22,23 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
-@pytest.fixture(params=backends(instruction_sets(), CUDA_KERNELS))
+@pytest.fixture(params=backends(instruction_sets(), CUDA_KERNELS, GPU_KERNELS))
 def backend(request, monkeypatch):
     """Return each backend of attention."""
     if request.param in CUDA_KERNELS:
         kernel = CUDA_KERNELS[request.param]
         return CudaOnHost(kernel, piece=kernel and 256)
+    if request.param in GPU_KERNELS:
+        kernel = GPU_KERNELS[request.param]
+        return CudaOnGpu(kernel, piece=kernel and 256)
     monkeypatch.setenv("PAGEDKV_CPU_ISA", request.param)
     return Cpu()
 
 
-@pytest.fixture(params=backends(["cpu"], [CUDA]))
+@pytest.fixture(params=backends(["cpu"], [CUDA], ["gpu"]))
 def operations(request):
     """Return each backend of the cache operations."""
-    return CudaOnHost() if request.param == CUDA else Cpu()
+    return {CUDA: CudaOnHost, "gpu": CudaOnGpu}.get(request.param, Cpu)()
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class LLMEngine:
         others. A GPU takes float16 and bfloat16.
     enforce_eager : bool
         Whether a GPU runs every step by launches from Python, where else those of one token per sequence are captured
-        graphs, one for each size of a batch.
+        graphs, one for each size of a batch. With adapters every step is.
     kv_cache_dtype : str or torch.dtype
         Element type of keys and values in the cache: "auto" for that of the weights, one of its names, or FP8:
         "float8_e4m3fn" or "float8_e5m2".

@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pagedkv.kv_cache.device import uploaded
 
-_NAMES = ("token_ids", "positions", "input_from", "sample_rows", "slot_mapping")
+_NAMES = ("token_ids", "positions", "sample_rows", "slot_mapping", "input_from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,21 @@ class PlanArrays:
 
     Attributes
     ----------
-    token_ids, positions, input_from : torch.Tensor, shape (num_tokens,), int32
+    token_ids, positions : torch.Tensor, shape (num_tokens,), int32
         The tokens of the step.
     sample_rows : torch.Tensor, shape (num_samples,), int32
         The tokens that samples are drawn from.
     slot_mapping : torch.Tensor, shape (num_groups, num_tokens), int64
         Where their keys and values go.
+    input_from : torch.Tensor, shape (num_tokens,), int32, or None
+        Which tokens the plan before is drawing.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    input_from: torch.Tensor
     sample_rows: torch.Tensor
     slot_mapping: torch.Tensor
+    input_from: torch.Tensor | None = None
 
     @classmethod
     def of(cls, plan: Any, device: torch.device) -> PlanArrays:
@@ -50,7 +52,9 @@ class PlanArrays:
             The arrays.
         """
         if device.type == "cpu":
-            return cls(*(from_dlpack(getattr(plan, name)) for name in _NAMES))
+            # A plan made by hand has no drawn tokens to run, and need not say so.
+            names = [name for name in _NAMES if name != "input_from" or hasattr(plan, name)]
+            return cls(**{name: from_dlpack(getattr(plan, name)) for name in names})
         return cls.within(plan, uploaded(from_dlpack(plan.buffer), device))
 
     @classmethod
@@ -89,7 +93,7 @@ def input_tokens(arrays: PlanArrays, previous_tokens: torch.Tensor | None) -> to
     previous_tokens : torch.Tensor, shape (num_samples of the plan before,), int32, or None
         What was drawn for that one, where this refers to it.
     """
-    if previous_tokens is None or not len(previous_tokens):
+    if previous_tokens is None or not len(previous_tokens) or arrays.input_from is None:
         return arrays.token_ids
     source = arrays.input_from.long()
     return torch.where(source < 0, arrays.token_ids, previous_tokens[source.clamp(min=0)])

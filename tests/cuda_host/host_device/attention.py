@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 import pagedkv.attention
@@ -21,7 +22,7 @@ def paged_attention(device, *arrays, kernel=None, piece=None, spare_items=0, out
     out = torch.full_like(q, math.nan) if out is None else out
     with device.in_place_of_gpu():
         if kernel is not None:
-            lse = torch.full(q.shape[:2], math.nan) if return_lse else None
+            lse = torch.full(q.shape[:2], math.nan, device=q.device) if return_lse else None
             _by_kernel(kernel, arrays, out, lse, piece, spare_items, options)
             return (out, lse) if return_lse else out
         if piece is None:
@@ -46,12 +47,15 @@ def _by_kernel(kernel, arrays, out, lse, piece, spare_items, options):
         piece=piece,
         window=options.get("sliding_window"),
     )
-    nothing = torch.zeros(4, dtype=torch.int32)
-    few, many = (torch.from_numpy(plan.lists[name]) if name == kernel else nothing for name in KERNELS)
-    counts = [int(words[0]) + (spare_items if int(words[0]) else 0) for words in (few, many, plan.merges)]
-    of_trees = [torch.from_numpy(plan.tree_mask), torch.from_numpy(plan.tree_depths)]
-    of_trees = [None, None] if trees[0] is None else of_trees
-    lists = WorkLists(few, many, torch.from_numpy(plan.merges), *counts, *of_trees, plan.num_partial_rows)
+    nothing = np.zeros(4, np.int32)
+    lists = [plan.lists[name] if name == kernel else nothing for name in KERNELS] + [plan.merges]
+    counts = [int(words[0]) + (spare_items if int(words[0]) else 0) for words in lists]
+    of_trees = [None, None] if trees[0] is None else [plan.tree_mask, plan.tree_depths]
+    lists, of_trees = (
+        [None if words is None else torch.from_numpy(words).to(q.device) for words in part]
+        for part in (lists, of_trees)
+    )
+    lists = WorkLists(*lists, *counts, *of_trees, plan.num_partial_rows)
     attend(lists, q, k_cache, v_cache, block_table, out, lse, LayerOptions(**options))
 
 
