@@ -160,9 +160,8 @@ class LLMEngine:
             raise InvalidArgumentError(
                 f"max_plans_in_flight: expected 1 beside speculative_config, found {max_plans_in_flight}"
             )
-        storage = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
-        options = {"for_adapters": enable_lora, "device": device}
-        paged, tokenizer = open_model(model, tokenizer, dtype, **options, **storage)
+        storage: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+        paged, tokenizer = open_model(model, tokenizer, dtype, device=device, for_adapters=enable_lora, **storage)
         self._limits = scheduler_limits(
             paged,
             max_model_len,

@@ -106,7 +106,7 @@ def open_model(
             return GGUFLlama(path, chosen, **storage), tokenizer
     loaded, tokenizer = load_model(model, tokenizer, dtype)
     if isinstance(model, str | PathLike):
-        loaded = loaded.to(place)
+        loaded = torch.nn.Module.to(loaded, place)
     elif device is not None and not _is_at(loaded.device, place):
         raise InvalidArgumentError(f"device: expected that of the given model, {loaded.device}, found {place}")
     return TransformersModel(loaded, **storage), tokenizer
