@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from host_device import HostDevice, missing_tools
 
 from pagedkv.kernels import nvrtc
+from pagedkv.kernels.compile import kernel_names
 from pagedkv.kernels.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -375,6 +377,21 @@ def test_small_shapes_run_every_operation():
     assert small_shapes.main("cpu") == 0
 
 
+@pytest.fixture
+def host():
+    """Put the host that runs kernels in the place of a GPU."""
+    if reason := missing_tools():
+        pytest.skip(reason)
+    device = HostDevice()
+    with device.in_place_of_gpu():
+        yield device
+
+
+def test_small_shapes_launch_every_kernel(host):
+    assert small_shapes.main("cpu", (64,)) == 0
+    assert {kernel for kernel, _ in host.launched} == set(kernel_names())
+
+
 SMALL = {
     "decode": shapes.Shape(3, 50, num_q_heads=4, num_kv_heads=2, head_dim=32, num_layers=2),
     "prefill": shapes.Shape(2, 40, num_queries=33, num_q_heads=4, num_kv_heads=2, head_dim=32, num_layers=2),
@@ -386,6 +403,12 @@ SMALL = {
 def test_timed_shape_computes_what_torch_does(name):
     batch = shapes.PagedBatch(SMALL[name], "cpu")
     assert batch.error(1) < 0.02
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.usefixtures("host")
+def test_kernels_compute_what_torch_does_of_a_timed_shape(name):
+    assert shapes.PagedBatch(SMALL[name], "cpu").error(1) < 0.02
 
 
 def test_timed_shape_that_is_wrong_is_found():

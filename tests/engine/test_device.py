@@ -80,6 +80,22 @@ def test_graphs_are_captured_once_for_each_size(tiny_model, graphs):
     assert min(graphs.replays) > 1
 
 
+def test_tokens_are_the_same_when_a_model_can_not_be_captured(tiny_model, caplog):
+    def refuse(run, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for llm in (LLM(tiny_model), open_captured(tiny_model, refuse)):
+        with llm:
+            outputs = llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = "decoding is launched step by step, for it can't be captured: operation not permitted when stream is"
+    assert warnings == [f"{expected} capturing"]
+
+
 def test_sizes_rise_to_the_largest_batch():
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(30) == [1, 2, 4, 8, 16, 24, 30]

@@ -46,10 +46,10 @@ def attend(cache: pagedkv.KVCache, q_dtype: torch.dtype, device: str, features: 
     move_kv(cache.pool, torch.tensor([[0, 16, 3]]))
 
 
-def main(device: str = "cuda") -> int:
+def main(device: str = "cuda", head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
     """Run all of it for types, head dimensions and features."""
     num_blocks = len(SEQUENCES) * -(-max(length for length, _ in SEQUENCES) // BLOCK_SIZE) + 1
-    for head_dim, dtype, features in itertools.product((64, 128, 256), ("bfloat16", "float8_e4m3fn"), ({}, FEATURES)):
+    for head_dim, dtype, features in itertools.product(head_dims, ("bfloat16", "float8_e4m3fn"), ({}, FEATURES)):
         sizes = (num_blocks, BLOCK_SIZE, 2, NUM_KV_HEADS, head_dim, dtype)
         cache = pagedkv.KVCache(*sizes, max_num_seqs=8, max_blocks_per_seq=64, device=device)
         attend(cache, torch.bfloat16, device, features)

@@ -132,7 +132,8 @@ class DecodeGraphs:
             What the plan before drew.
         """
         num_seqs = len(plan.seq_lens)
-        is_decoding = plan.num_tokens == num_seqs == plan.num_samples and 0 < num_seqs <= self._sizes[-1]
+        largest = self._sizes[-1] if self._sizes else 0
+        is_decoding = plan.num_tokens == num_seqs == plan.num_samples and 0 < num_seqs <= largest
         fits = previous_tokens is None or len(previous_tokens) <= len(self._previous)
         return rows is None and is_decoding and fits
 
@@ -158,13 +159,13 @@ class DecodeGraphs:
             self._previous[: len(previous_tokens)].copy_(previous_tokens)
         bucket = self._buckets.get(size)
         if bucket is None:
-            bucket = self._buckets[size] = self._make(size, padded)
-        else:
-            bucket.fill(padded)
+            return self._first(size, padded)[:num_seqs]
+        bucket.fill(padded)
         bucket.replay()
         return bucket.logits[:num_seqs]
 
-    def _make(self, size: int, padded: Any) -> _Bucket:
+    def _first(self, size: int, padded: Any) -> torch.Tensor:
+        """Run the first plan of a size, and capture a graph for those to come."""
         arena = uploaded(_fixed_part(padded), self._device)
         arrays = PlanArrays.within(padded, arena)
         step = _StaticStep.of(padded, self._kv_cache, arrays, self._scales)
@@ -174,10 +175,17 @@ class DecodeGraphs:
             tokens = input_tokens(arrays, self._previous)
             return self._forward(tokens, arrays.positions, arrays.sample_rows, step)
 
-        run()
-        replay, logits = self._capture(run, self._device)
-        logger.info("captured a graph for decoding up to %d sequences", size)
-        return _Bucket(arena, step, replay, logits)
+        logits = run()
+        try:
+            replay, captured = self._capture(run, self._device)
+        except RuntimeError as error:
+            # Some models wait for the device within a pass, which a graph can't do.
+            logger.warning("decoding is launched step by step, for it can't be captured: %s", error)
+            self._sizes = []
+        else:
+            logger.info("captured a graph for decoding up to %d sequences", size)
+            self._buckets[size] = _Bucket(arena, step, replay, captured)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
