@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.models.gguf_file import GGUFFile
+from pagedkv.models.huge_pages import use_huge_pages
 from pagedkv.models.linear import Linear
 from pagedkv.models.metadata import AttentionMetadata
 from pagedkv.models.storage import choose_storage
@@ -91,6 +92,8 @@ class GGUFLlama:
         head = "output.weight" if file.has("output.weight") else "token_embd.weight"
         self._head = Linear(_behind_norm(file, "output_norm.weight", [head], dtype))
         file.check_all_read()
+        products = [getattr(layer, part.name) for layer in self._layers for part in fields(_Layer)]
+        use_huge_pages(product.memory for product in [*products, self._head])
         shape = LayerShape(self._num_kv_heads, self._head_dim, self._window)
         self.layers = dict.fromkeys(range(len(self._layers)), shape)
         ends = (file.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))

@@ -26,6 +26,13 @@ class Linear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._is_packed else weight
         self._bias = bias
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Where the matrix lies: an address, and a number of bytes."""
+        if self._is_packed:
+            return torch.ops.mkldnn.data_ptr(self._weight), torch.ops.mkldnn._nbytes(self._weight)
+        return self._weight.data_ptr(), self._weight.nbytes
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product of rows with the matrix."""
         return self._fused(x, "none") if self._is_packed else functional.linear(x, self._weight, self._bias)
@@ -60,5 +67,6 @@ class Linear:
 def _can_pack() -> bool:
     """Whether this build of torch has the operations that its own compiler packs weights by."""
     return torch._C._has_mkldnn and all(
-        hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+        hasattr(torch.ops.mkldnn, name)
+        for name in ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbytes")
     )
