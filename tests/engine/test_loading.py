@@ -1,11 +1,15 @@
 """Where models and tokenizers come from."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from pagedkv import LLM, SamplingParams
+from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.models import dtypes, load_model
 
+ROOT = Path(__file__).resolve().parents[2]
 PARAMS = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -53,6 +57,36 @@ def test_load_model_refuses_a_gguf_file_that_is_not_there(tmp_path):
 def test_load_model_refuses_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="^model: expected a folder or a GGUF file, found none at "):
         load_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", [b"", b"no", b"GGUF\3\0\0\0" + b"\xff" * 40], ids=["empty", "other", "cut"])
+def test_llm_names_the_model_that_is_a_broken_gguf_file(tmp_path, content):
+    (tmp_path / "broken.gguf").write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match="^model: expected a GGUF file at .*broken.gguf, found "):
+        LLM(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "~/absent-folder", "README.md"])
+def test_llm_names_the_model_that_is_a_path_to_nowhere(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(InvalidArgumentError, match="^model: expected a folder or a GGUF file, found none at "):
+        LLM(name)
+
+
+@pytest.mark.parametrize("model", [5, None])
+def test_llm_names_the_model_that_is_none(model):
+    with pytest.raises(InvalidArgumentError, match=f"^model: expected a model of transformers, .* found {model}$"):
+        LLM(model)
+
+
+def test_llm_names_the_argument_that_transformers_can_not_load(tiny_model, letters, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="^model: expected what transformers can load, found no/such-model"):
+        LLM("no/such-model", letters)
+    with pytest.raises(InvalidArgumentError, match="^model: expected what transformers can load, found .*"):
+        LLM(tmp_path, letters)
+    tiny_model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="^tokenizer: expected what transformers can load, found .*"):
+        LLM(tmp_path)
 
 
 @pytest.mark.parametrize(("has_product", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -10,7 +10,7 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from pagedkv.exceptions import UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 
 
 class GGUFFile:
@@ -27,10 +27,20 @@ class GGUFFile:
     ----------
     architecture : str
         What the file calls its model.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there is no such file, or it is no GGUF file.
     """
 
     def __init__(self, path: str | PathLike[str], dtype: torch.dtype) -> None:
-        self._reader = GGUFReader(path)
+        try:
+            self._reader = GGUFReader(path)
+        except (ArithmeticError, LookupError, MemoryError, OSError, ValueError) as error:  # whatever broken bytes do
+            raise InvalidArgumentError(
+                f"model: expected a GGUF file at {path}, found what can't be read: {error}"
+            ) from error
         self._dtype = dtype
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._unread = set(self._tensors)

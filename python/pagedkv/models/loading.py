@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models.dtypes import fastest_dtype
 from pagedkv.models.gguf_file import architecture
 from pagedkv.models.gguf_llama import ARCHITECTURES, GGUFLlama
 from pagedkv.models.transformers import TransformersModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -46,19 +43,23 @@ def load_model(
 
     Raises
     ------
-    ValueError
-        If there is no such file, or `dtype` is unknown or not that of the model taken as it is.
+    InvalidArgumentError
+        If there is no such file, it can't be loaded, or `dtype` is unknown or not that of the model taken as it is.
     """
     dtype = _dtype(dtype)
     if not isinstance(model, str | PathLike):
+        if not isinstance(model, PreTrainedModel):
+            raise InvalidArgumentError(
+                f"model: expected a model of transformers, a folder, a GGUF file or a name, found {model!r}"
+            )
         if dtype not in ("auto", model.dtype):
-            raise ValueError(f"dtype: expected that of the given model, {model.dtype}, found {dtype}")
+            raise InvalidArgumentError(f"dtype: expected that of the given model, {model.dtype}, found {dtype}")
         return model, _load_tokenizer(tokenizer)
-    source, options = _locate(model)
-    tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
+    source, options = _locate("model", model)
+    tokenizer = _load_tokenizer(model if tokenizer is None else tokenizer)
     if dtype == "auto" and options:
         dtype = fastest_dtype()
-    return _from(AutoModelForCausalLM, source, options, dtype=dtype), tokenizer
+    return _from("model", AutoModelForCausalLM, source, options, dtype=dtype), tokenizer
 
 
 def open_model(
@@ -98,9 +99,9 @@ def open_model(
     """
     place = find_device(device)
     if isinstance(model, str | PathLike) and place.type == "cpu" and not for_adapters:
-        source, options = _locate(model)
+        source, options = _locate("model", model)
         if options and architecture(path := Path(source) / options["gguf_file"]) in ARCHITECTURES:
-            tokenizer = _load_tokenizer(tokenizer) if tokenizer is not None else _from(AutoTokenizer, source, options)
+            tokenizer = _load_tokenizer(model if tokenizer is None else tokenizer)
             chosen = _dtype(dtype)
             chosen = fastest_dtype() if isinstance(chosen, str) else chosen
             return GGUFLlama(path, chosen, **storage), tokenizer
@@ -149,27 +150,35 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     found = _DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise ValueError(f"dtype: expected one of auto, {', '.join(_DTYPES)}, found {dtype!r}")
+        raise InvalidArgumentError(f"dtype: expected one of auto, {', '.join(_DTYPES)}, found {dtype!r}")
     return found
 
 
-def _locate(name: str | PathLike[str]) -> tuple[str, dict[str, str]]:
+def _locate(argument: str, name: str | PathLike[str]) -> tuple[str, dict[str, str]]:
     """Return what to give `from_pretrained`, and its options: a GGUF file is a folder and a file in it."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
-            raise ValueError(f"model: expected a GGUF file, found none at {path}")
+            raise InvalidArgumentError(f"{argument}: expected a GGUF file, found none at {path}")
         return str(path.parent), {"gguf_file": path.name}
-    if isinstance(name, PathLike) and not path.is_dir():
-        raise ValueError(f"model: expected a folder or a GGUF file, found none at {path}")
+    # No name of a model begins like these.
+    is_path = isinstance(name, PathLike) or path.is_file() or str(name).startswith((".", "/", "~"))
+    if is_path and not path.is_dir():
+        raise InvalidArgumentError(f"{argument}: expected a folder or a GGUF file, found none at {path}")
     return str(path if path.is_dir() else name), {}
 
 
 def _load_tokenizer(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, str | PathLike):
         return tokenizer
-    return _from(AutoTokenizer, *_locate(tokenizer))
+    return _from("tokenizer", AutoTokenizer, *_locate("tokenizer", tokenizer))
 
 
-def _from(factory: Any, source: str, options: dict[str, str], **more: Any) -> Any:
-    return factory.from_pretrained(source, **options, **more)
+def _from(argument: str, factory: Any, source: str, options: dict[str, str], **more: Any) -> Any:
+    try:
+        return factory.from_pretrained(source, **options, **more)
+    except (OSError, ValueError) as error:  # transformers tells all that is wrong with a folder or a name by these
+        where = f"{source}/{options['gguf_file']}" if options else source
+        raise InvalidArgumentError(
+            f"{argument}: expected what transformers can load, found {where}: {error}"
+        ) from error
