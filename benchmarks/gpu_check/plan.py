@@ -31,6 +31,6 @@ def make_plan(out: Path) -> list[Stage]:
         program(GRAPHS, 40),
         program(TIMINGS, 75),
         program(FLASHINFER, 60),
-        program(MEMCHECK, 60, MEMCHECK, file="sanitizer"),
-        program(RACECHECK, 60, RACECHECK, file="sanitizer"),
+        program(MEMCHECK, 150, MEMCHECK, file="sanitizer"),
+        program(RACECHECK, 150, RACECHECK, file="sanitizer"),
     ]

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from vocabulary_cases import CASES, KERNEL, OUT_WORDS, SHARED_BYTES, run_case
 from vocabulary_vectors import VECTORS, write_vectors
 
 from gpu_check.machine import find_gpu
 from gpu_check.runner import write_result
 
+UNWRITTEN = 0x5DEADBEE
 PARAMS = np.dtype([("out", "u8"), ("in", "u8"), ("function", "i4")], align=True)
 
 
@@ -22,16 +24,16 @@ class Probe:
     def __init__(self, cubin: Path) -> None:
         import cupy
 
-        self._cupy = cupy
         self._kernel = cupy.RawModule(path=str(cubin)).get_function(KERNEL)
 
     def __call__(self, function: int, words: Any) -> Any:
         """Apply a function to 32 x 16 words."""
-        given = self._cupy.asarray(words)
-        out = self._cupy.full((32, OUT_WORDS), 0xDEADBEEF, np.uint32)
-        params = np.array([(out.data.ptr, given.data.ptr, function)], PARAMS)
+        given = torch.from_numpy(words.view(np.int32)).cuda()
+        out = torch.full((32, OUT_WORDS), UNWRITTEN, dtype=torch.int32, device="cuda")
+        params = np.array([(out.data_ptr(), given.data_ptr(), function)], PARAMS)
+        # CuPy's stream and torch's are the device's default one.
         self._kernel((1,), (32,), (params,), shared_mem=SHARED_BYTES)
-        return out.get()
+        return out.cpu().numpy().view(np.uint32)
 
 
 def main(out: Path) -> int:
