@@ -296,6 +296,20 @@ def test_pack_that_is_too_large_is_refused_with_its_size():
         pack.check_size(20 << 20, 45 << 20)
 
 
+@pytest.mark.parametrize("edited", [None, "include/ptx.cuh"])
+def test_wheel_with_other_cuda_sources_is_refused(tmp_path, edited):
+    sources = ROOT / "cuda"
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for path in sources.rglob("*.cu*"):
+            name = path.relative_to(sources).as_posix()
+            wheel.writestr(f"pagedkv/cuda/{name}", path.read_text() + "// edited" * (name == edited))
+    if edited is None:
+        pack.check_wheel(tmp_path / "a.whl")
+    else:
+        with pytest.raises(pack.OtherSourcesError, match=f"a.whl: expected the CUDA sources of .*: {edited}"):
+            pack.check_wheel(tmp_path / "a.whl")
+
+
 def test_working_tree_leaves_room_for_a_pack():
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout")
@@ -316,6 +330,9 @@ def test_pack_has_the_chosen_kernels_the_probe_and_nothing_of_other_sources(tmp_
     assert count == len(chosen)
     assert sorted(name.split("-")[0] for name in files) == ["copy_blocks"] * count + ["vocabulary"]
     assert "append_kv-sm_90a-old.cubin" not in files
+    monkeypatch.setenv("PAGEDKV_NVRTC_VERSION", nvrtc.load_compiler().version)
+    found = {variant.name for variant in VARIANTS} - set(kernels_stage.missing_variants("sm_90a"))
+    assert found == {variant.name for variant in chosen}
 
 
 # What stages compare

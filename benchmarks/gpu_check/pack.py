@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ LIMIT_BYTES = 64 << 20  # of all that travels: the working tree and this folder
 
 class TooLargeError(Exception):
     """What would travel is larger than what may."""
+
+
+class OtherSourcesError(Exception):
+    """A wheel has other CUDA sources than the checkout, so that it would not find what is compiled here."""
+
+
+def check_wheel(wheel: Path, sources: Path = ROOT / "cuda") -> None:
+    """Refuse a wheel whose CUDA sources are not those of the checkout."""
+    own = {path.relative_to(sources).as_posix(): path.read_bytes() for path in sources.rglob("*.cu*")}
+    with zipfile.ZipFile(wheel) as file:
+        names = [name for name in file.namelist() if name.startswith("pagedkv/cuda/")]
+        packed = {name.removeprefix("pagedkv/cuda/"): file.read(name) for name in names}
+    if other := sorted(name for name in own.keys() | packed.keys() if own.get(name) != packed.get(name)):
+        raise OtherSourcesError(
+            f"{wheel.name}: expected the CUDA sources of the checkout, found others: {', '.join(other)}"
+        )
 
 
 def build_wheel(folder: Path) -> Path:
@@ -94,6 +111,11 @@ def main(arguments: list[str] | None = None) -> int:
     shutil.rmtree(folder / "wheel", ignore_errors=True)
     (folder / "wheel").mkdir(parents=True)
     wheel = Path(shutil.copy(options.wheel, folder / "wheel")) if options.wheel else build_wheel(folder / "wheel")
+    try:
+        check_wheel(wheel)
+    except OtherSourcesError as error:
+        print(error, file=sys.stderr)
+        return 1
     count = compile_kernels(folder, ARCHITECTURES, options.threads)
 
     from pagedkv.kernels.nvrtc import load_compiler

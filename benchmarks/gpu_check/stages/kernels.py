@@ -27,6 +27,14 @@ def load_all(folder: Path) -> tuple[int, list[str]]:
     return loaded, refused
 
 
+def missing_variants(arch: str) -> list[str]:
+    """Return the variants that the package does not find on disk."""
+    from pagedkv.kernels.compile import find_kernel
+    from pagedkv.kernels.variants import VARIANTS
+
+    return [variant.name for variant in VARIANTS if find_kernel(variant.kernel, arch, variant.macros) is None]
+
+
 def compile_here(arch: str, packed: Path) -> dict[str, str]:
     """Compile all kernels and the probe; return what later stages find them by."""
     from vocabulary_cases import KERNEL, compile_probe
@@ -52,9 +60,10 @@ def main() -> int:
     about = json.loads((packed / "pack.json").read_text())
     arch = arch_of_capability(str(cupy.cuda.Device().compute_capability))
     loaded, refused = load_all(packed)
-    found: dict[str, Any] = {"arch": arch, "packed": about, "loaded": loaded, "refused": refused}
-    if refused or arch not in about["archs"]:
-        print(*refused, f"compiling for {arch} here", sep="\n")
+    missing = missing_variants(arch)
+    found: dict[str, Any] = {"arch": arch, "packed": about, "loaded": loaded, "refused": refused, "missing": missing}
+    if refused or missing:
+        print(*refused, *missing, f"compiling for {arch} here", sep="\n")
         found["environment"] = compile_here(arch, packed)
     write_result(**found)
     return 0
