@@ -160,22 +160,25 @@ class DevicePlan:
             v_scale=optional_tensor("v_scale", v_scale),
         )
         out, lse = as_tensor("out", out), optional_tensor("lse", lse)
-        of_sequences = slice(self._num_tokens)
-        inner = (out[of_sequences], None if lse is None else lse[of_sequences])
-        attend(self.work, q[of_sequences], k_cache, v_cache, self._block_table, *inner, options)
-        self._clear_rest(out, lse)
-
-    def _clear_rest(self, out: "torch.Tensor", lse: "torch.Tensor | None") -> None:
-        """Write what tokens that belong to no sequence have found: nothing."""
-        if len(out) > self._num_tokens:
-            out[self._num_tokens :].zero_()
-            if lse is not None:
-                lse[self._num_tokens :].fill_(-math.inf)
+        if len(q) == self._num_tokens:
+            attend(self.work, q, k_cache, v_cache, self._block_table, out, lse, options)
+            return
+        if out.shape != q.shape:
+            raise InvalidArgumentError(f"out: expected shape {tuple(q.shape)}, found {tuple(out.shape)}")
+        mine, rest = slice(self._num_tokens), slice(self._num_tokens, None)
+        of_sequences = (out[mine], None if lse is None else lse[mine])
+        attend(self.work, q[mine], k_cache, v_cache, self._block_table, *of_sequences, options)
+        out[rest].zero_()
+        if lse is not None:
+            lse[rest].fill_(-math.inf)
 
     def _check_shapes(self, q: "torch.Tensor", k_cache: "torch.Tensor") -> None:
         sizes = self._sizes
         expected = (sizes.num_q_heads, sizes.head_dim)
-        if q.ndim == 3 and (tuple(q.shape[1:]) != expected or len(q) < self._num_tokens):
+        if q.ndim != 3:
+            found = tuple(q.shape)
+            raise InvalidArgumentError(f"q: expected shape (num_tokens, num_q_heads, head_dim), found {found}")
+        if tuple(q.shape[1:]) != expected or len(q) < self._num_tokens:
             found = f"(at least {self._num_tokens}, {sizes.num_q_heads}, {sizes.head_dim})"
             raise InvalidArgumentError(f"plan: expected one for q {tuple(q.shape)}, found one for {found}")
         of_layer = (sizes.num_kv_heads, sizes.block_size, sizes.head_dim)
@@ -229,7 +232,7 @@ def _upload(lists: list[Any], num_partial_rows: int, device: "torch.device") -> 
     arena = np.zeros(starts[-1], np.int32)
     for start, words in zip(starts, lists, strict=False):
         arena[start : start + len(words)] = words
-    on_device = uploaded(arena, device)
+    on_device = uploaded("plan", arena, device)
     views = [on_device[start : start + len(words)] for start, words in zip(starts, lists, strict=False)]
     few, many, merges, mask, depths = views
     num_few, num_many, num_merges = (int(words[0]) for words in lists[:3])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.kernels import variants
+from pagedkv.kernels.checked import Parameters
 from pagedkv.kernels.dims import strides
 from pagedkv.kernels.launch import launcher_of, run
 
@@ -52,7 +53,8 @@ def copy_blocks(pool: "torch.Tensor", copies: "torch.Tensor") -> None:
         "unused": 0,
     }
     arrays = {"cache": pool, "copies": copies}
-    run(launcher_of(pool.device), variant, arrays, values, _WRITTEN, num_copies * num_spans * chunks)
+    params = Parameters("copy_blocks", values, [], [])
+    run(launcher_of(pool.device), variant, params, arrays, _WRITTEN, num_copies * num_spans * chunks)
 
 
 def _spans(pool: "torch.Tensor") -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Checks of the arrays of one call: dimensions bound by name, so that a mismatch can name both sides."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import InvalidArgumentError
@@ -108,8 +108,8 @@ def alignment(*arrays: "torch.Tensor") -> int:
     return math.gcd(*whole)
 
 
-def check_written(argument: str, array: "torch.Tensor", inputs: Mapping[str, "torch.Tensor | None"]) -> None:
-    """Refuse an output in which elements share their place, or that lies where an input does."""
+def check_distinct(argument: str, array: "torch.Tensor") -> None:
+    """Refuse an output in which elements may share their place."""
     span = 1
     for stride, size in sorted((abs(stride), size) for stride, size in zip(array.stride(), array.shape, strict=True)):
         if size > 1 and stride < span:
@@ -117,21 +117,6 @@ def check_written(argument: str, array: "torch.Tensor", inputs: Mapping[str, "to
                 f"{argument}: expected an output whose elements do not overlap, found strides {array.stride()}"
             )
         span += stride * (size - 1)
-    start, end = _extent(array)
-    for name, other in inputs.items():
-        if other is None:
-            continue
-        other_start, other_end = _extent(other)
-        if max(start, other_start) < min(end, other_end):
-            raise InvalidArgumentError(f"{argument}: expected memory of its own, found an overlap with {name}")
-
-
-def _extent(array: "torch.Tensor") -> tuple[int, int]:
-    if array.numel() == 0:
-        return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True)) + 1
-    start = array.data_ptr()
-    return start, start + reach * array.element_size()
 
 
 def check_scale(argument: str, scale: "torch.Tensor", cache: "torch.Tensor") -> None:

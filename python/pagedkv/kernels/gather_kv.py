@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kernels.dims import CACHED, COMPUTED, LAYER, TABLE, Dims, check_written, dtype_name, strides
+from pagedkv.kernels.checked import Argument, Parameters
+from pagedkv.kernels.dims import CACHED, COMPUTED, LAYER, TABLE, Dims, check_distinct, dtype_name, strides
 from pagedkv.kernels.launch import Arrays, launcher_of, run
 from pagedkv.kernels.rows import cache_values, check_same_type, check_sizes, row_variant, type_code
 
@@ -45,12 +46,9 @@ def gather_kv(
     dims.check("v_cache", v_cache, LAYER, CACHED)
     dims.check("block_table", block_table, TABLE, ("int32",))
     dims.fix("sum(seq_lens)", num_tokens)
-    scales: Arrays = {"k_scale": k_scale, "v_scale": v_scale}
-    inputs = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, **scales}
     for name, out, cache in (("k_out", k_out, k_cache), ("v_out", v_out, v_cache)):
         dims.check(name, out, _ROWS, (*COMPUTED, *({dtype_name(cache)} - set(COMPUTED))))
-        check_written(name, out, inputs)
-    check_written("k_out", k_out, {"v_out": v_out})
+        check_distinct(name, out)
     check_same_type("k_cache", k_cache, "v_cache", v_cache)
     check_same_type("k_out", k_out, "v_out", v_out)
     check_sizes(k_cache)
@@ -58,7 +56,8 @@ def gather_kv(
         if scale is not None and dtype_name(k_out) not in COMPUTED:
             expected = "none beside an output of FP8, which is a copy"
             raise InvalidArgumentError(f"{name}: expected {expected}, found an output of {dtype_name(k_out)}")
-    arrays = inputs | {"k_out": k_out, "v_out": v_out, "token_starts": token_starts, "rows": rows}
+    inputs: Arrays = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    inputs = {**inputs, "k_scale": k_scale, "v_scale": v_scale}
     k_strides, v_strides = strides(k_out), strides(v_out)
     values = cache_values(k_cache, v_cache, k_scale, v_scale) | {
         "num_tokens": num_tokens,
@@ -73,4 +72,8 @@ def gather_kv(
         "table_row_stride": strides(block_table)[0],
     }
     variant = row_variant("gather_kv", k_out, v_out, k_cache, v_cache)
-    run(launcher_of(k_cache.device), variant, arrays, values, _WRITTEN, num_tokens)
+    written = [Argument.of(name, name, out) for name, out in (("k_out", k_out), ("v_out", v_out))]
+    read = [Argument.of(name, name, array) for name, array in inputs.items() if array is not None]
+    params = Parameters("gather_kv", values, written, read)
+    arrays = {**inputs, "k_out": k_out, "v_out": v_out, "token_starts": token_starts, "rows": rows}
+    run(launcher_of(k_cache.device), variant, params, arrays, _WRITTEN, num_tokens)

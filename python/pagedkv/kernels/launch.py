@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kernels.params import pack
+from pagedkv.kernels.checked import Parameters
 from pagedkv.kernels.variants import Variant
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ def launcher_of(device: "torch.device") -> Launcher:
 def run(
     launcher: Launcher,
     variant: Variant,
+    params: Parameters,
     arrays: Arrays,
-    values: Mapping[str, Any],
     written: frozenset[str],
     grid: int,
 ) -> None:
-    """Pack a kernel's parameters and launch it; nothing is launched where there are no blocks.
+    """Launch a kernel; nothing is launched where there are no blocks.
 
     Parameters
     ----------
@@ -97,10 +97,10 @@ def run(
         Of the device of the arrays.
     variant : Variant
         The kernel.
+    params : Parameters
+        Its struct, but for the pointers.
     arrays : mapping of str to torch.Tensor or None
         Its pointers.
-    values : mapping of str to int, float or tuple
-        Its other parameters.
     written : frozenset of str
         The arrays that it may write.
     grid : int
@@ -109,13 +109,12 @@ def run(
     Raises
     ------
     InvalidArgumentError
-        If there is more work than a grid has blocks.
+        If there is more work than a grid has blocks, or outputs overlap other arrays.
     """
     if grid == 0:
         return
     if grid > MAX_GRID:
         raise InvalidArgumentError(
-            f"{variant.kernel}: expected work for at most {MAX_GRID} thread blocks, found {grid}"
+            f"{variant.kernel}: expected work for {MAX_GRID} thread blocks at most, found {grid}"
         )
-    addresses = {name: 0 if array is None else array.data_ptr() for name, array in arrays.items()}
-    launcher.launch(Launch(variant, grid, pack(variant.kernel, {**addresses, **values}), arrays, written))
+    launcher.launch(Launch(variant, grid, params.pack(arrays), arrays, written))

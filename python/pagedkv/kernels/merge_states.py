@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kernels import variants
-from pagedkv.kernels.dims import COMPUTED, Dims, alignment, check_written, strides
+from pagedkv.kernels.checked import Argument, Parameters
+from pagedkv.kernels.dims import COMPUTED, Dims, alignment, check_distinct, strides
 from pagedkv.kernels.launch import launcher_of, run
 from pagedkv.kernels.rows import type_code
 
@@ -45,8 +46,8 @@ def merge_states(
     for name, array in (("out_a", out_a), ("out_b", out_b), ("out", out)):
         if array.numel() and alignment(array) < 16:
             raise UnsupportedError(f"{name}: expected rows at multiples of 16 bytes on a GPU, found others")
-    check_written("out", out, {"lse": lse, "out_a": out_a, "out_b": out_b, "lse_a": lse_a, "lse_b": lse_b})
-    check_written("lse", lse, {"out_a": out_a, "out_b": out_b, "lse_a": lse_a, "lse_b": lse_b})
+    check_distinct("out", out)
+    check_distinct("lse", lse)
     arrays = {"out": out, "lse": lse, "out_a": out_a, "out_b": out_b, "lse_a": lse_a, "lse_b": lse_b}
     num_tokens, num_q_heads, head_dim = out.shape
     values = {"num_tokens": num_tokens, "num_q_heads": num_q_heads, "head_dim": head_dim, "type": type_code(out)}
@@ -57,4 +58,9 @@ def merge_states(
         values[f"{prefix}_token_stride"] = strides(array)[0]
     variant = _variant()
     token_blocks = -(-num_q_heads * head_dim // _SHARE // variant.threads)
-    run(launcher_of(out.device), variant, arrays, values, _WRITTEN, num_tokens * token_blocks)
+    written, read = [
+        [Argument.of(name, name, array) for name, array in arrays.items() if (name in _WRITTEN) == is_written]
+        for is_written in (True, False)
+    ]
+    params = Parameters("merge_states", values, written, read)
+    run(launcher_of(out.device), variant, params, arrays, _WRITTEN, num_tokens * token_blocks)

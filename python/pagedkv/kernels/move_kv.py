@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from pagedkv.kernels.checked import Parameters
 from pagedkv.kernels.dims import strides
 from pagedkv.kernels.launch import launcher_of, run
 from pagedkv.kernels.rows import copying_variant
@@ -45,5 +46,6 @@ def move_kv(pool: "torch.Tensor", slot_moves: "torch.Tensor", group: int) -> Non
         "element_bytes": pool.element_size(),
         "unused": 0,
     }
+    arrays = {"cache": pool, "slot_moves": slot_moves}
     grid = -(-2 * num_layers * num_kv_heads * row_vectors // variant.threads)
-    run(launcher_of(pool.device), variant, {"cache": pool, "slot_moves": slot_moves}, values, _WRITTEN, grid)
+    run(launcher_of(pool.device), variant, Parameters("move_kv", values, [], []), arrays, _WRITTEN, grid)

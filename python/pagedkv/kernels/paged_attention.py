@@ -2,12 +2,12 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kernels import variants
+from pagedkv.kernels.checked import Argument, Kept, Parameters
 from pagedkv.kernels.dims import (
     CACHED,
     COMPUTED,
@@ -16,7 +16,7 @@ from pagedkv.kernels.dims import (
     TYPE_CODES,
     Dims,
     alignment,
-    check_written,
+    check_distinct,
     dtype_name,
     strides,
 )
@@ -111,10 +111,12 @@ def attend(
     UnsupportedError
         If rows lie where the kernels can't read them, or heads are too long.
     """
-    dims = _check(q, k_cache, v_cache, block_table, out, lse, options)
+    batch = (q, k_cache, v_cache, block_table, out, lse)
+    tensors = (options.alibi_slopes, options.sinks, options.k_scale, options.v_scale)
+    numbers = (options.softmax_scale, options.sliding_window, options.soft_cap)
+    layer = _kept((*batch, *tensors), *numbers, work.tree_mask is not None)
     if q.numel() == 0:
         return
-    num_kv_heads, head_dim = dims["num_kv_heads"], dims["head_dim"]
     arrays: dict[str, torch.Tensor | None] = {
         "out": out,
         "lse": lse,
@@ -134,56 +136,31 @@ def attend(
         "tree_depths": work.tree_depths,
     }
     if work.num_partial_rows:
-        shape = (work.num_partial_rows, num_kv_heads)
-        arrays["partial_out"] = q.new_empty((*shape, head_dim), dtype=_float32())
-        arrays["partial_lse"] = q.new_empty(shape, dtype=_float32())
-    values = _values(dims, arrays, options)
-    has_features = work.tree_mask is not None or any(
-        feature is not None
-        for feature in (options.sliding_window, options.soft_cap, options.alibi_slopes, options.sinks)
-    )
-    of_types = (dtype_name(q), dtype_name(k_cache), head_dim)
-    launcher = launcher_of(q.device)
-    for variant, items, count in (
-        (_decode(*of_types, features=has_features), work.few, work.num_few),
-        (_prefill(*of_types, features=has_features), work.many, work.num_many),
-    ):
-        run(launcher, variant, arrays | {"work": items}, values, _WRITTEN, count * num_kv_heads)
-    run(launcher, _merge(dtype_name(q)), arrays, values, _MERGED, work.num_merges * num_kv_heads)
+        arrays |= _workspace(work.num_partial_rows, k_cache)
+    launcher, num_kv_heads = launcher_of(q.device), k_cache.shape[1]
+    for variant, items, count in ((layer.decode, work.few, work.num_few), (layer.prefill, work.many, work.num_many)):
+        run(launcher, variant, layer.params, arrays | {"work": items}, _WRITTEN, count * num_kv_heads)
+    run(launcher, layer.merge, layer.params, arrays, _MERGED, work.num_merges * num_kv_heads)
 
 
-def _values(dims: Dims, arrays: Mapping[str, Any], options: LayerOptions) -> dict[str, Any]:
-    """Return the parameters that are no pointers."""
-    q, out, lse, k_cache, v_cache = (arrays[name] for name in ("q", "out", "lse", "k_cache", "v_cache"))
-    (q_token, q_head, _), (out_token, out_head, _) = strides(q), strides(out)
-    head_dim, window = dims["head_dim"], options.sliding_window
-    scale = options.softmax_scale
-    return {
-        "k_layout": layout(k_cache),
-        "v_layout": layout(v_cache),
-        "q_token_stride": q_token,
-        "q_head_stride": q_head,
-        "out_token_stride": out_token,
-        "out_head_stride": out_head,
-        "lse_token_stride": 0 if lse is None else strides(lse)[0],
-        "table_row_stride": strides(arrays["block_table"])[0],
-        "num_kv_heads": dims["num_kv_heads"],
-        "group": dims["num_q_heads"] // dims["num_kv_heads"],
-        "head_dim": head_dim,
-        "block_size": dims["block_size"],
-        "k_scale_stride": scale_stride("k_scale", options.k_scale, k_cache),
-        "v_scale_stride": scale_stride("v_scale", options.v_scale, v_cache),
-        "slopes_type": _type_of(options.alibi_slopes),
-        "sinks_type": _type_of(options.sinks),
-        "sliding_window": 0 if window is None else min(window, _LONGEST_WINDOW),
-        "copy_bytes": alignment(k_cache, v_cache),
-        "softmax_scale": 1 / math.sqrt(head_dim) if scale is None else scale,
-        "soft_cap": 0.0 if options.soft_cap is None else options.soft_cap,
-    }
+@dataclass(frozen=True)
+class _Layer:
+    """The launches of layers that are alike."""
+
+    decode: Variant
+    prefill: Variant
+    merge: Variant
+    params: Parameters
 
 
-def _type_of(vector: "torch.Tensor | None") -> int:
-    return 0 if vector is None else TYPE_CODES[dtype_name(vector)]
+def _workspace(num_rows: int, k_cache: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+    """Return memory for partial results, of this run alone: others may run on other streams."""
+    import torch
+
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    rows = torch.empty((num_rows, num_kv_heads, head_dim), dtype=torch.float32, device=k_cache.device)
+    sums = torch.empty((num_rows, num_kv_heads), dtype=torch.float32, device=k_cache.device)
+    return {"partial_out": rows, "partial_lse": sums}
 
 
 def _check(
@@ -193,36 +170,91 @@ def _check(
     block_table: "torch.Tensor",
     out: "torch.Tensor",
     lse: "torch.Tensor | None",
-    options: LayerOptions,
-) -> Dims:
+    alibi_slopes: "torch.Tensor | None",
+    sinks: "torch.Tensor | None",
+    k_scale: "torch.Tensor | None",
+    v_scale: "torch.Tensor | None",
+    softmax_scale: float | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    has_trees: bool,
+) -> _Layer:
+    """Check a layer's arrays and options, and choose its kernels."""
     dims = Dims(q.device)
     dims.check("q", q, _QUERIES, COMPUTED)
     dims.check("k_cache", k_cache, LAYER, CACHED)
     dims.check("v_cache", v_cache, LAYER, CACHED)
     dims.check("block_table", block_table, TABLE, ("int32",))
     dims.check("out", out, _QUERIES, COMPUTED)
-    inputs: dict[str, torch.Tensor | None] = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "block_table": block_table,
-    }
-    inputs |= {"k_scale": options.k_scale, "v_scale": options.v_scale}
-    for name in ("alibi_slopes", "sinks"):
-        vector = getattr(options, name)
-        if vector is not None:
-            dims.check(name, vector, ("num_q_heads",), COMPUTED)
-            inputs[name] = vector
-    check_written("out", out, inputs)
+    check_distinct("out", out)
+    written, read = {"out": out}, {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
     if lse is not None:
         dims.check("lse", lse, _QUERIES[:2], ("float32",))
-        check_written("lse", lse, inputs | {"out": out})
+        check_distinct("lse", lse)
+        written["lse"] = lse
+    for name, vector in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if vector is not None:
+            dims.check(name, vector, ("num_q_heads",), COMPUTED)
+            read[name] = vector
+    read |= {name: scale for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is not None}
     check_sizes(k_cache)
     check_heads(dims["num_q_heads"], dims["num_kv_heads"], dims["head_dim"])
-    _check_options(options)
+    _check_options(softmax_scale, sliding_window, soft_cap)
     _check_types(q, k_cache, v_cache, out)
     _check_places(q, k_cache, v_cache, out)
-    return dims
+    values = _values(dims, q, k_cache, v_cache, block_table, out, lse) | {
+        "k_scale_stride": scale_stride("k_scale", k_scale, k_cache),
+        "v_scale_stride": scale_stride("v_scale", v_scale, v_cache),
+        "slopes_type": _type_of(alibi_slopes),
+        "sinks_type": _type_of(sinks),
+        "sliding_window": 0 if sliding_window is None else min(sliding_window, _LONGEST_WINDOW),
+        "softmax_scale": 1 / math.sqrt(dims["head_dim"]) if softmax_scale is None else softmax_scale,
+        "soft_cap": 0.0 if soft_cap is None else soft_cap,
+    }
+    outputs, inputs = ([Argument.of(name, name, array) for name, array in of.items()] for of in (written, read))
+    features = has_trees or any(x is not None for x in (sliding_window, soft_cap, alibi_slopes, sinks))
+    of_types = (dtype_name(q), dtype_name(k_cache), dims["head_dim"])
+    return _Layer(
+        _decode(*of_types, features=features),
+        _prefill(*of_types, features=features),
+        _merge(dtype_name(q)),
+        Parameters("paged_decode", values, outputs, inputs),
+    )
+
+
+_kept = Kept(_check)
+
+
+def _values(
+    dims: Dims,
+    q: "torch.Tensor",
+    k_cache: "torch.Tensor",
+    v_cache: "torch.Tensor",
+    block_table: "torch.Tensor",
+    out: "torch.Tensor",
+    lse: "torch.Tensor | None",
+) -> dict[str, Any]:
+    """Return the parameters that say where rows lie."""
+    (q_token, q_head, _), (out_token, out_head, _) = strides(q), strides(out)
+    return {
+        "k_layout": layout(k_cache),
+        "v_layout": layout(v_cache),
+        "q_token_stride": q_token,
+        "q_head_stride": q_head,
+        "out_token_stride": out_token,
+        "out_head_stride": out_head,
+        "lse_token_stride": 0 if lse is None else strides(lse)[0],
+        "table_row_stride": strides(block_table)[0],
+        "num_kv_heads": dims["num_kv_heads"],
+        "group": dims["num_q_heads"] // dims["num_kv_heads"],
+        "head_dim": dims["head_dim"],
+        "block_size": dims["block_size"],
+        "copy_bytes": alignment(k_cache, v_cache),
+    }
+
+
+def _type_of(vector: "torch.Tensor | None") -> int:
+    return 0 if vector is None else TYPE_CODES[dtype_name(vector)]
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
@@ -238,8 +270,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
         )
 
 
-def _check_options(options: LayerOptions) -> None:
-    scale, cap, window = options.softmax_scale, options.soft_cap, options.sliding_window
+def _check_options(scale: float | None, window: int | None, cap: float | None) -> None:
     if scale is not None and not math.isfinite(scale):
         raise InvalidArgumentError(f"softmax_scale: expected a finite number, found {scale}")
     if cap is not None and not (math.isfinite(cap) and cap > 0):
@@ -261,12 +292,6 @@ def _check_places(q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Te
         if array.numel() and alignment(array) < least:
             found = f"address {array.data_ptr():#x} and strides {array.stride()} of {array.element_size()} bytes"
             raise UnsupportedError(f"{name}: expected rows at multiples of {least} bytes on a GPU, found {found}")
-
-
-def _float32() -> "torch.dtype":
-    import torch
-
-    return torch.float32
 
 
 def variants_of_batch(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) -> list[Variant]:

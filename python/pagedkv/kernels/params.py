@@ -65,6 +65,12 @@ PARAMS: Mapping[str, np.dtype[Any]] = {
     ),
 }
 
+POINTERS: Mapping[str, tuple[str, ...]] = {
+    kernel: tuple(name for name in struct.names or () if struct[name] == np.dtype(_POINTER))
+    for kernel, struct in PARAMS.items()
+}
+"""The fields of each struct that point to arrays, which are its first ones."""
+
 
 def pack(kernel: str, values: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """Return a kernel's parameters, one element of its struct.

@@ -215,7 +215,7 @@ class KVCache:
         self._memory = make_pool(backend, shape, groups[0].dtype, layout, place) if pool is None else pool
         natural = import_memory("pool", self._memory, shape, groups[0].dtype)
         self._pool = natural.packed() if packed else natural
-        place = natural.device if pool is not None and not natural.device.startswith("cpu") else place
+        place = "cpu" if natural.device.startswith("cpu") else natural.device
         table_shape = (len(groups), *table_sizes)
         self.block_table = make_table(backend, table_shape, place) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")

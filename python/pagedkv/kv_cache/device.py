@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedkv import _core
-from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kernels.launch import LAUNCHERS
+from pagedkv.exceptions import InvalidArgumentError, StateError
+from pagedkv.kernels.launch import LAUNCHERS, launcher_of
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +79,20 @@ def on_host(argument: str, array: Any) -> Any:
     return as_tensor(argument, array).cpu()
 
 
-def uploaded(array: Any, device: "torch.device") -> "torch.Tensor":
+def uploaded(argument: str, array: Any, device: "torch.device") -> "torch.Tensor":
     """Return a copy of host memory on a device, made in the order of its current stream.
 
     The staging memory is torch's, which hands it out again when the copy is done.
+
+    Raises
+    ------
+    StateError
+        If a graph is being captured: its replays would copy whatever is in the staging memory then.
     """
     import torch
 
+    if launcher_of(device).is_capturing():
+        raise StateError(f"{argument}: expected memory on {device} while a graph is being captured, found the host's")
     tensor = torch.as_tensor(array)
     if device.type != "cuda":
         return tensor.to(device, copy=True)
