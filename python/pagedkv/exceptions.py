@@ -16,6 +16,10 @@ class EngineDeadError(StateError):
     """A step of an engine failed, and it runs no requests any more; the cause is chained."""
 
 
+class KernelNotCompiledError(StateError):
+    """A kernel for a GPU is not there yet, and must not be compiled or loaded now; `pagedkv warmup` compiles them."""
+
+
 class QueueFullError(StateError):
     """More requests wait than an engine was told to keep."""
 
@@ -24,6 +28,7 @@ __all__ = [
     "EngineDeadError",
     "InternalError",
     "InvalidArgumentError",
+    "KernelNotCompiledError",
     "NeverFitsError",
     "NotHeldError",
     "PagedKVError",

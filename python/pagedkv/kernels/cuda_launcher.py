@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pagedkv.exceptions import PagedKVError, UnsupportedError
+from pagedkv.exceptions import KernelNotCompiledError, UnsupportedError
 from pagedkv.kernels.compile import Cubin, compile_kernel, find_kernel
 from pagedkv.kernels.launch import Launch
 from pagedkv.kernels.variants import Variant
@@ -18,10 +18,6 @@ _log = logging.getLogger("pagedkv.kernels")
 # Dynamic shared memory that a kernel has without asking: CUDA C++ Programming Guide, "Shared Memory".
 _SHARED_BYTES_UNASKED = 48 * 1024
 _OLDEST = (8, 0)
-
-
-class KernelNotCompiledError(PagedKVError):
-    """A kernel is not on disk, and must not be compiled now."""
 
 
 @functools.cache
@@ -114,7 +110,7 @@ class CudaLauncher:
     def _load(self, variant: Variant) -> Any:
         if self.is_capturing():
             raise KernelNotCompiledError(
-                f"{variant.name}: expected a kernel that was loaded before a graph is captured"
+                f"{variant.name}: expected a kernel that was loaded before a graph is captured, found one that was not"
             )
         kernel = self._cupy.RawModule(path=str(self._cubin(variant).path)).get_function(variant.kernel)
         if variant.shared_bytes > _SHARED_BYTES_UNASKED:
