@@ -10,7 +10,11 @@ from host_device.plans import plan_for_kernel
 from test_tree_mask import BUSHY, WIDE, check_by, make_masks
 from tight import make_tight_batch
 
+import pagedkv
+from pagedkv import PagedAttention
+from pagedkv.attention import torch_ops
 from pagedkv.attention.cuda import DevicePlan, Sizes
+from pagedkv.exceptions import InvalidArgumentError
 
 FP8 = {"dtype": torch.float8_e4m3fn, "q_dtype": torch.bfloat16}
 # Few rows and many, with and without keys; with pieces of 48 keys some of each kind are cut.
@@ -102,3 +106,58 @@ def test_package_packs_trees_as_the_shims_own_planner_does():
     own = plan_for_kernel("paged_prefill", batch_arrays, trees, group=GROUP, max_rows=ROWS["paged_prefill"])
     np.testing.assert_array_equal(ours.tree_mask, own.tree_mask)
     np.testing.assert_array_equal(ours.tree_depths, own.tree_depths)
+
+
+def planned(batch, **options):
+    """Return a planned batch of the fixture's heads."""
+    (_, num_kv_heads, block_size, head_dim), num_q_heads = batch.k_cache.shape, batch.q.shape[1]
+    attention = PagedAttention(num_q_heads, num_kv_heads, head_dim, block_size, **options)
+    attention.plan(*batch.arrays()[3:])
+    return attention
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_run_gives_the_bits_of_paged_attention(window):
+    batch = make_tight_batch(MIXED, num_kv_heads=2)
+    options = {"soft_cap": 3.0, "sinks": torch.ones(8), "return_lse": True}
+    with HostDevice().in_place_of_gpu():
+        want = pagedkv.paged_attention(*batch.arrays(), sliding_window=window, **options)
+        found = planned(batch, sliding_window=window).run(*batch.arrays()[:3], **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+
+def test_sequence_has_the_same_bits_in_another_batch_when_keys_are_cut_at_fixed_places():
+    batch = make_tight_batch(MIXED, num_kv_heads=2)
+    index = MIXED.index((150, 1))
+    token = int(batch.query_start_loc[index])
+    alone = [batch.seq_lens[index : index + 1], torch.tensor([0, 1], dtype=torch.int32), batch.rows[index : index + 1]]
+    with HostDevice().in_place_of_gpu():
+        attention = planned(batch, split_keys=PIECE)
+        among_others = attention.run(*batch.arrays()[:3])
+        attention.plan(batch.block_table, *alone)
+        by_itself = attention.run(batch.q[token : token + 1], *batch.arrays()[1:3])
+    assert torch.equal(by_itself[0], among_others[token])
+
+
+def test_torch_operations_launch_the_same_kernels():
+    batch = make_tight_batch(MIXED, num_kv_heads=2)
+    device, pool = HostDevice(), batch.pool[:, None]  # of one layer
+    with device.in_place_of_gpu():
+        attention = planned(batch)
+        want = attention.run(*batch.arrays()[:3])
+        found = torch_ops.paged_attention(batch.q, pool, 0, attention.pack())
+        k, v = torch.randn(2, 1, *batch.k_cache.shape[1::2]).to(batch.k_cache.dtype)
+        torch_ops.append_kv(k, v, pool, 0, torch.tensor([18]))
+    assert torch.equal(found, want)
+    assert device.launched[-1][0] == "append_kv"
+    assert torch.equal(pool[18 // 16, 0, :, :, 18 % 16], torch.stack([k[0], v[0]]))
+
+
+def test_plan_that_another_has_taken_the_place_of_is_refused_by_torchs_operation():
+    batch = make_tight_batch(MIXED, num_kv_heads=2)
+    with HostDevice().in_place_of_gpu():
+        attention = planned(batch)
+        words = attention.pack()
+        attention.plan(*batch.arrays()[3:])
+        with pytest.raises(InvalidArgumentError, match="plan: expected what PagedAttention.pack returned"):
+            torch_ops.paged_attention(batch.q, batch.pool[:, None], 0, words)

@@ -13,7 +13,7 @@ from pagedkv.kernels.paged_attention import LayerOptions, WorkLists, attend, row
 OF_PLAN = ("tree_mask", "tree_mask_start_loc")
 
 
-def paged_attention(device, *arrays, kernel=None, piece=None, spare_items=0, out=None, return_lse=False, **options):
+def paged_attention(device, *arrays, kernel=None, piece=None, spare_items=1, out=None, return_lse=False, **options):
     """Compute attention of a batch as the package cuts it, its keys at multiples of `piece`; or by one kernel.
 
     Then launches have blocks for `spare_items` more than there are, as a graph that was captured for a larger batch.
@@ -46,6 +46,7 @@ def _by_kernel(kernel, arrays, out, lse, piece, spare_items, options):
         max_rows=rows_of_item(kernel, q.shape[2]),
         piece=piece,
         window=options.get("sliding_window"),
+        spare_items=spare_items,
     )
     nothing = np.zeros(4, np.int32)
     lists = [plan.lists[name] if name == kernel else nothing for name in KERNELS] + [plan.merges]
