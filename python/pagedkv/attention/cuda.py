@@ -176,8 +176,8 @@ class DevicePlan:
         sizes = self._sizes
         expected = (sizes.num_q_heads, sizes.head_dim)
         if q.ndim != 3:
-            found = tuple(q.shape)
-            raise InvalidArgumentError(f"q: expected shape (num_tokens, num_q_heads, head_dim), found {found}")
+            expected_shape = "(num_tokens, num_q_heads, head_dim)"
+            raise InvalidArgumentError(f"q: expected shape {expected_shape}, found {tuple(q.shape)}")
         if tuple(q.shape[1:]) != expected or len(q) < self._num_tokens:
             found = f"(at least {self._num_tokens}, {sizes.num_q_heads}, {sizes.head_dim})"
             raise InvalidArgumentError(f"plan: expected one for q {tuple(q.shape)}, found one for {found}")
@@ -232,7 +232,7 @@ def _upload(lists: list[Any], num_partial_rows: int, device: "torch.device") -> 
     arena = np.zeros(starts[-1], np.int32)
     for start, words in zip(starts, lists, strict=False):
         arena[start : start + len(words)] = words
-    on_device = uploaded("plan", arena, device)
+    on_device = uploaded(arena, device)
     views = [on_device[start : start + len(words)] for start, words in zip(starts, lists, strict=False)]
     few, many, merges, mask, depths = views
     num_few, num_many, num_merges = (int(words[0]) for words in lists[:3])

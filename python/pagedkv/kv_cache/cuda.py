@@ -31,7 +31,7 @@ def append_kv(
     k_cache, v_cache = as_tensor("k_cache", k_cache), as_tensor("v_cache", v_cache)
     slots = slot_mapping
     if not _lies_on(slots, k_cache.device):
-        slots = uploaded("slot_mapping", _checked_slots(slots, k_cache), k_cache.device)
+        slots = uploaded(_checked_slots(slots, k_cache), k_cache.device, argument="slot_mapping")
     _append_kv(
         as_tensor("k", k),
         as_tensor("v", v),
@@ -54,7 +54,7 @@ def copy_blocks(pool: Any, pairs: Any) -> None:
         raise InvalidArgumentError(
             f"pairs[{index}, 1]: expected no block that is a source too, found {destinations[index]}"
         )
-    _copy_blocks(pool, uploaded("pairs", pairs, pool.device))
+    _copy_blocks(pool, uploaded(pairs, pool.device, argument="pairs"))
 
 
 def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
@@ -68,7 +68,7 @@ def move_kv(pool: Any, slot_moves: Any, group: int = 0) -> None:
     _check_once("slot_moves", moves, index, 2)
     ordered = _in_order(moves[index])
     if len(ordered):
-        _move_kv(pool, uploaded("slot_moves", ordered, pool.device), int(group))
+        _move_kv(pool, uploaded(ordered, pool.device, argument="slot_moves"), int(group))
 
 
 def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
@@ -140,7 +140,7 @@ def gather_kv(
         if len(wanted) != len(lens):
             raise InvalidArgumentError(f"rows: expected shape (num_seqs={len(lens)},), found ({len(wanted)},)")
         _check_range("rows", wanted[:, None], np.arange(len(wanted)), 0, "a row", len(table))
-        on_device_rows = uploaded("rows", wanted, k_cache.device)
+        on_device_rows = uploaded(wanted, k_cache.device, argument="rows")
     if out is None:
         shape = (num_tokens, k_cache.shape[1], k_cache.shape[3])
         out = tuple(torch.empty(shape, dtype=c.dtype, device=c.device) for c in (k_cache, v_cache))
@@ -148,7 +148,7 @@ def gather_kv(
         k_cache,
         v_cache,
         table,
-        uploaded("seq_lens", starts.astype(np.int32), k_cache.device),
+        uploaded(starts.astype(np.int32), k_cache.device, argument="seq_lens"),
         on_device_rows,
         as_tensor("k_out", out[0]),
         as_tensor("v_out", out[1]),
@@ -170,7 +170,7 @@ def update_block_table(block_table: Any, table_updates: Any, num_blocks: int) ->
     cells = np.ravel_multi_index(tuple(updates[:, :3].T), tuple(table.shape))
     _, from_the_end = np.unique(cells[::-1], return_index=True)
     last = len(cells) - 1 - from_the_end
-    on_device = uploaded("table_updates", updates[last].T.astype(np.int64), table.device)
+    on_device = uploaded(updates[last].T.astype(np.int64), table.device, argument="table_updates")
     group, row, column, block = on_device
     table[group, row, column] = block.to(table.dtype)
 

@@ -79,7 +79,7 @@ def on_host(argument: str, array: Any) -> Any:
     return as_tensor(argument, array).cpu()
 
 
-def uploaded(argument: str, array: Any, device: "torch.device") -> "torch.Tensor":
+def uploaded(array: Any, device: "torch.device", *, argument: str = "plan") -> "torch.Tensor":
     """Return a copy of host memory on a device, made in the order of its current stream.
 
     The staging memory is torch's, which hands it out again when the copy is done.
@@ -91,7 +91,7 @@ def uploaded(argument: str, array: Any, device: "torch.device") -> "torch.Tensor
     """
     import torch
 
-    if launcher_of(device).is_capturing():
+    if device.type in LAUNCHERS and launcher_of(device).is_capturing():
         raise StateError(f"{argument}: expected memory on {device} while a graph is being captured, found the host's")
     tensor = torch.as_tensor(array)
     if device.type != "cuda":
