@@ -43,6 +43,22 @@ fn phases_of_a_request_add_up_to_its_life() {
 }
 
 #[test]
+fn tokens_are_told_of_requests_that_ended_after_their_first() {
+    let mut scheduler = scheduler(8, 4);
+    add(&mut scheduler, "a", 5, 3, 0.0);
+    step(&mut scheduler, 0.0, 1.0);
+    let refused = add(&mut scheduler, "b", 9, 3, 1.0);
+    scheduler.abort(refused).expect("it is live");
+    step(&mut scheduler, 1.0, 2.0);
+    let before = scheduler.stats();
+    assert_eq!((before.request_prompt_tokens.count(), before.request_generation_tokens.count()), (0, 0));
+    step(&mut scheduler, 2.0, 3.0);
+    let stats = scheduler.stats();
+    assert_eq!((stats.request_prompt_tokens.count(), stats.request_prompt_tokens.sum()), (1, 5.0));
+    assert_eq!((stats.request_generation_tokens.count(), stats.request_generation_tokens.sum()), (1, 3.0));
+}
+
+#[test]
 fn an_undone_admission_is_as_if_it_had_never_been() {
     let mut scheduler = scheduler(8, 4);
     let handle = add(&mut scheduler, "a", 5, 3, 0.0);

@@ -139,6 +139,10 @@ getters!(SchedulerStats.0 {
     request_time_per_output_token_seconds: Histogram = |stats| (&stats.request_time_per_output_token_seconds).into();
     /// Preemptions of each request that ended.
     request_num_preemptions: Histogram = |stats| (&stats.request_num_preemptions).into();
+    /// Tokens of the prompt of each request that ended after its first token.
+    request_prompt_tokens: Histogram = |stats| (&stats.request_prompt_tokens).into();
+    /// Tokens that each of these requests got, all samples together.
+    request_generation_tokens: Histogram = |stats| (&stats.request_generation_tokens).into();
     /// From a block's allocation to its eviction; None without `CacheConfig(kv_cache_metrics_sample=...)`.
     kv_block_lifetime_seconds: Option<Histogram> = |stats| watched(stats, |times| &times.kv_block_lifetime_seconds);
     /// From a block's last hit, or its allocation, to its eviction; None without `kv_cache_metrics_sample`.

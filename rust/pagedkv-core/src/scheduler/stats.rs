@@ -13,7 +13,7 @@ use crate::ids::Handle;
 use crate::residency::ResidencyStats;
 use crate::stats::{
     Histogram, INTER_TOKEN_LATENCY_BUCKETS, PrefixCacheStats, REQUEST_LATENCY_BUCKETS, REQUEST_NUM_PREEMPTIONS_BUCKETS,
-    TIME_TO_FIRST_TOKEN_BUCKETS,
+    REQUEST_NUM_TOKENS_BUCKETS, TIME_TO_FIRST_TOKEN_BUCKETS,
 };
 
 /// Tenants that have a line of their own; those that come later share one.
@@ -61,6 +61,10 @@ pub struct SchedulerStats {
     pub request_time_per_output_token_seconds: Histogram,
     /// Preemptions of each request.
     pub request_num_preemptions: Histogram,
+    /// Tokens of the prompt of each request that ended after its first token.
+    pub request_prompt_tokens: Histogram,
+    /// Tokens that each of these requests got, all samples together.
+    pub request_generation_tokens: Histogram,
 }
 
 /// Whose figures these are.
@@ -156,11 +160,14 @@ pub(super) struct Recorder {
     e2e_latency: Histogram,
     time_per_output_token: Histogram,
     num_preemptions: Histogram,
+    prompt_tokens: Histogram,
+    generation_tokens: Histogram,
 }
 
 impl Recorder {
     pub(super) fn new() -> Self {
         let latency = || Histogram::new(REQUEST_LATENCY_BUCKETS);
+        let tokens = || Histogram::new(REQUEST_NUM_TOKENS_BUCKETS);
         Self {
             now: 0.0,
             num_ignored_tokens: 0,
@@ -174,6 +181,8 @@ impl Recorder {
             e2e_latency: latency(),
             time_per_output_token: Histogram::new(INTER_TOKEN_LATENCY_BUCKETS),
             num_preemptions: Histogram::new(REQUEST_NUM_PREEMPTIONS_BUCKETS),
+            prompt_tokens: tokens(),
+            generation_tokens: tokens(),
         }
     }
 
@@ -313,6 +322,8 @@ impl Recorder {
         let Some(first) = record.first_token_at else { return };
         observe(&mut self.prefill_time, scheduled, first);
         observe(&mut self.decode_time, first, now);
+        self.prompt_tokens.observe(f64::from(record.num_prompt_tokens));
+        self.generation_tokens.observe(num_tokens as f64);
         if num_tokens > 1 {
             let per_token = (now - first).max(0.0) / (num_tokens - 1) as f64;
             self.time_per_output_token.observe(per_token);
@@ -379,6 +390,8 @@ impl Scheduler {
             e2e_request_latency_seconds: recorder.e2e_latency.clone(),
             request_time_per_output_token_seconds: recorder.time_per_output_token.clone(),
             request_num_preemptions: recorder.num_preemptions.clone(),
+            request_prompt_tokens: recorder.prompt_tokens.clone(),
+            request_generation_tokens: recorder.generation_tokens.clone(),
         }
     }
 
