@@ -3,8 +3,12 @@
 import builtins
 import io
 import json
+import re
 import runpy
 import sys
+import threading
+from http.client import BadStatusLine
+from urllib.error import HTTPError, URLError
 
 import numpy as np
 import pytest
@@ -218,7 +222,13 @@ def test_generate_prints_json_lines(folder, capsys):
     [
         (["generate", "nowhere.gguf", "x"], "model: expected a GGUF file, found none at nowhere.gguf"),
         (["serve", "nowhere.gguf"], "model: expected a GGUF file, found none at nowhere.gguf"),
-        (["top", "--url", "http://127.0.0.1:9", "--once"], "http://127.0.0.1:9: expected a server, found none"),
+        (
+            ["top", "--url", "http://127.0.0.1:9", "--once"],
+            "--url: expected a server at http://127.0.0.1:9, found none",
+        ),
+        (["top", "--url", "foo", "--once"], "--url: expected http://HOST:PORT, found 'foo'"),
+        (["bench", "scheduler", "random", "--json", "."], "--json: expected a file, found the folder ."),
+        (["bench", "scheduler", "random", "--json", "/dev/null/x"], "--json: expected a file in a folder, found"),
     ],
 )
 def test_mistake_is_told_in_one_line(capsys, words, message):
@@ -262,6 +272,19 @@ def test_doctor_fails_when_a_check_does(capsys, monkeypatch):
     assert "FAILED: RuntimeError: broken" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("kind", "status"), [("_FACTS", 0), ("_CHECKS", 1)])
+def test_doctor_goes_on_when_something_takes_too_long(capsys, monkeypatch, kind, status):
+    from pagedkv.cli import doctor
+
+    is_over = threading.Event()
+    monkeypatch.setattr(doctor, kind, {"slow": is_over.wait, **getattr(doctor, kind)})
+    assert cli.main(["doctor", "--timeout", "1"]) == status
+    is_over.set()
+    found = capsys.readouterr().out
+    assert "not done after 1 s" in found
+    assert "check scheduler  ok" in found
+
+
 STATE = {
     "model": "tiny",
     "num_running": 1,
@@ -302,5 +325,28 @@ def test_top_shows_blocks_requests_and_rates():
     assert "running 1  waiting 2  usage 50.0 %" in shown
     assert "output 10 tok/s" in shown
     assert "hits 25.0 %" in shown
-    assert "·██▒" in shown
-    assert "cmpl-1" in shown
+    assert "·AA▒" in shown
+    assert "A  cmpl-1" in shown
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (HTTPError("", 401, "", {}, None), "--api-key: expected one that http://x takes, found none"),
+        (HTTPError("", 404, "", {}, None), "--url: expected the state of a server at http://x, found status 404"),
+        (URLError("refused"), "--url: expected a server at http://x, found none: refused"),
+        (BadStatusLine("SSH"), "--url: expected a server at http://x, found none: SSH"),
+        (io.BytesIO(b"<html>"), "--url: expected the state of a server at http://x, found something else"),
+    ],
+    ids=["key", "status", "refused", "no_http", "no_json"],
+)
+def test_top_says_what_it_found_instead_of_a_state(answer, message):
+    from pagedkv.cli.top import fetch
+
+    def open_url(request, timeout):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fetch("http://x", None, open_url)

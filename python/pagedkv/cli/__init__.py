@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from pagedkv.exceptions import PagedKVError
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     arguments = parser.parse_args(words)
     try:
+        _check_output(getattr(arguments, "json", None))
         return int(arguments.run(arguments) or 0)
     except ModuleNotFoundError as error:
         return _say_missing(error, arguments.extra)
@@ -84,6 +86,16 @@ def _add(
     module.configure(child)
     child.set_defaults(run=module.run, extra=command.extra)
     return True
+
+
+def _check_output(path: object) -> None:
+    """Refuse a file that can't be written before the work whose figures go there."""
+    if not isinstance(path, Path):
+        return
+    if path.is_dir():
+        raise ValueError(f"--json: expected a file, found the folder {path}")
+    if any(parent.exists() and not parent.is_dir() for parent in path.parents):
+        raise ValueError(f"--json: expected a file in a folder, found {path}")
 
 
 def _say_missing(error: ModuleNotFoundError, extra: str) -> int:

@@ -5,12 +5,15 @@ import importlib.util
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
 from pagedkv.attention import paged_attention
+from pagedkv.cli.engine_arguments import positive
 from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig
 from pagedkv.kv_cache import KVCache
 from pagedkv.reference import paged_attention as reference_attention
@@ -30,46 +33,72 @@ _PACKAGES = ("numpy", "torch", "transformers", "gguf", "cupy-cuda13x", "cupy-cud
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = "Say what is installed, what the machine has, and whether the parts work together."
+    parser.add_argument(
+        "--timeout", type=positive, default=60, metavar="SECONDS", help="longest that one look or check may take (60)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the status is 1 where a check fails."""
-    for name, found in _facts():
-        _say(f"{name:<16} {found}")
+    for name, look in _FACTS.items():
+        _say(f"{name:<16} {_outcome(look, arguments.timeout)[0]}")
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         state = "installed" if not missing else f'lacks {", ".join(missing)}: pip install "pagedkv[{extra}]"'
         _say(f"extra {extra:<10} {state}")
     failures = 0
     for name, check in _CHECKS.items():
-        try:
-            outcome = check()
-        except Exception as error:
-            failures += 1
-            outcome = f"FAILED: {type(error).__name__}: {error}"
+        outcome, has_failed = _outcome(check, arguments.timeout)
+        failures += has_failed
         _say(f"check {name:<10} {outcome}")
     return 1 if failures else 0
 
 
-def _facts() -> list[tuple[str, str]]:
-    from pagedkv._core import default_num_threads, instruction_sets
+def _outcome(work: Callable[[], str], seconds: float) -> tuple[str, bool]:
+    """Return what came of some work, and whether it failed; what takes too long is left to itself.
 
-    facts = [
-        ("pagedkv", _version("pagedkv")),
-        ("python", f"{platform.python_version()} on {platform.platform()}"),
-        ("cpu", f"{os.cpu_count()} cores, kernels for {', '.join(instruction_sets())}"),
-        ("threads", str(default_num_threads())),
-    ]
-    facts += [(package, _version(package)) for package in _PACKAGES]
-    if importlib.util.find_spec("torch") is not None:
-        import torch
+    Drivers may hang, and on a busy machine an import takes minutes: what follows is told all the same.
+    """
+    found: list[tuple[str, bool]] = []
 
-        from pagedkv.models.dtypes import has_bf16_product
+    def run() -> None:
+        try:
+            found.append((work(), False))
+        except Exception as error:
+            found.append((f"FAILED: {type(error).__name__}: {error}", True))
 
-        bf16 = "yes" if has_bf16_product() else "no: float32 is faster here"
-        facts += [("bf16 product", bf16), ("torch threads", str(torch.get_num_threads()))]
-    facts.append(("gpu", _gpu()))
-    return facts
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else (f"FAILED: not done after {seconds} s; is the machine busy? --timeout", True)
+
+
+def _cpu() -> str:
+    from pagedkv._core import instruction_sets
+
+    return f"{os.cpu_count()} cores, kernels for {', '.join(instruction_sets())}"
+
+
+def _threads() -> str:
+    from pagedkv._core import default_num_threads
+
+    return str(default_num_threads())
+
+
+def _bf16_product() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return 'not looked for: pip install "pagedkv[torch]"'
+    from pagedkv.models.dtypes import has_bf16_product
+
+    return "yes" if has_bf16_product() else "no: float32 is faster here"
+
+
+def _torch_threads() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return 'not looked for: pip install "pagedkv[torch]"'
+    import torch
+
+    return str(torch.get_num_threads())
 
 
 def _gpu() -> str:
@@ -115,9 +144,6 @@ def _check_attention() -> str:
     return f"ok: differs from the reference by {error:.1g}"
 
 
-_CHECKS: dict[str, Callable[[], str]] = {"scheduler": _check_scheduler, "attention": _check_attention}
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -127,3 +153,17 @@ def _version(package: str) -> str:
 
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+_FACTS: dict[str, Callable[[], str]] = {
+    "pagedkv": partial(_version, "pagedkv"),
+    "python": lambda: f"{platform.python_version()} on {platform.platform()}",
+    "cpu": _cpu,
+    "threads": _threads,
+    **{package: partial(_version, package) for package in _PACKAGES},
+    "bf16 product": _bf16_product,
+    "torch threads": _torch_threads,
+    "gpu": _gpu,
+}
+_CHECKS: dict[str, Callable[[], str]] = {"scheduler": _check_scheduler, "attention": _check_attention}

@@ -6,7 +6,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
+from string import ascii_uppercase
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,6 +25,7 @@ _LOOKS = {
     "w": ("▒", "red", "fenced"),
 }
 _MAX_CELLS = 2400
+# Requests of the table; each has a letter, which its blocks have in the map.
 _MAX_REQUESTS = 12
 
 
@@ -55,17 +59,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fetch(url: str, api_key: str | None, open_url: Callable[..., Any] = urllib.request.urlopen) -> dict[str, Any]:
     """Return the state of a server, or say why there is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"--url: expected http://HOST:PORT, found {url!r}")
     request = urllib.request.Request(url.rstrip("/") + "/debug/state")
     if api_key is not None:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
         with open_url(request, timeout=5) as answer:
             state: dict[str, Any] = json.load(answer)
-            return state
     except urllib.error.HTTPError as error:
-        raise ValueError(f"{url}: expected its state, found status {error.code}") from error
-    except urllib.error.URLError as error:
-        raise ValueError(f"{url}: expected a server, found none: {error.reason}") from error
+        if error.code == 401:
+            found = "none" if api_key is None else "one that it does not"
+            raise ValueError(f"--api-key: expected one that {url} takes, found {found}") from error
+        raise ValueError(f"--url: expected the state of a server at {url}, found status {error.code}") from error
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(f"--url: expected a server at {url}, found none: {reason}") from error
+    except ValueError as error:
+        raise ValueError(f"--url: expected the state of a server at {url}, found something else: {error}") from error
+    return state
 
 
 class Rates:
@@ -100,13 +113,20 @@ def render(state: dict[str, Any], rates: Rates, width: int) -> Group:
 
 
 def _legend() -> Text:
-    return Text("  ").join(Text(f"{mark} {name}", style) for mark, style, name in _LOOKS.values())
+    marks = Text("  ").join(Text(f"{mark} {name}", style) for mark, style, name in _LOOKS.values())
+    return Text.assemble(marks, ("  A, B, ... held by the request of this letter", "dim"))
 
 
 def _block_map(state: dict[str, Any], width: int) -> Text:
     letters = state["blocks"][1:]  # without the null block
     counts = state["ref_counts"][1:]
     looks = ["s" if letter == "h" and count > 1 else letter for letter, count in zip(letters, counts, strict=True)]
+    owners = {
+        block: name
+        for name, request in zip(ascii_uppercase, state["requests"][:_MAX_REQUESTS], strict=False)
+        for sequence in request["sequences"]
+        for block in sequence["block_table"]
+    }
     # Where there are more blocks than cells, a cell shows the first of several.
     step = -(-len(looks) // _MAX_CELLS) or 1
     shown = Text()
@@ -114,16 +134,19 @@ def _block_map(state: dict[str, Any], width: int) -> Text:
         if at and at % max(width, 1) == 0:
             shown.append("\n")
         mark, style, _ = _LOOKS.get(letter, _LOOKS["w"])
+        if letter in "hs":
+            mark = owners.get(1 + at * step, mark)
         shown.append(mark, style)
     return shown
 
 
 def _requests(state: dict[str, Any]) -> Table:
-    table = Table("request", "state", "samples", "tokens", "blocks", "cached", box=None)
-    for request in state["requests"][:_MAX_REQUESTS]:
+    table = Table("", "request", "state", "samples", "tokens", "blocks", "cached", box=None)
+    for name, request in zip(ascii_uppercase, state["requests"][:_MAX_REQUESTS], strict=False):
         sequences = request["sequences"]
         distinct = {block for sequence in sequences for block in sequence["block_table"]}
         table.add_row(
+            name,
             request["request_id"][-32:],
             request["state"],
             str(len(sequences)),
@@ -132,5 +155,5 @@ def _requests(state: dict[str, Any]) -> Table:
             str(request["num_cached_tokens"]),
         )
     if (more := len(state["requests"]) - _MAX_REQUESTS) > 0:
-        table.add_row(f"and {more} more")
+        table.add_row("", f"and {more} more")
     return table
