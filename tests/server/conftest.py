@@ -2,9 +2,14 @@
 
 import contextlib
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -61,10 +66,18 @@ def build_model(max_position_embeddings=512):
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def metric_of(url, name, **labels):
+    """Return the value of a metric of a server, or the sum over those that have the labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    text = httpx2.get(url + "/metrics", timeout=60).text
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(part in line for part in wanted))
+
+
 class LiveServer:
     """A server that runs in a thread."""
 
-    def __init__(self, path=None, options=None, **engine_options):
+    def __init__(self, path=None, options=None, shutdown_timeout=5, **engine_options):
         torch.set_num_threads(1)
         engine_options = {"block_size": 8, "max_num_seqs": 16, "scheduling_policy": "fair"} | engine_options
         if path is None:
@@ -76,7 +89,7 @@ class LiveServer:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=shutdown_timeout)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -105,9 +118,16 @@ class LiveServer:
 
     def metric(self, name, **labels):
         """Return the value of a metric, or the sum over those that have the labels."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith((name + "{", name + " "))]
-        return sum(float(line.rpartition(" ")[2]) for line in lines if all(part in line for part in wanted))
+        return metric_of(self.url, name, **labels)
+
+    def open_stream(self, body, path="/v1/completions"):
+        """Send a request over a plain socket, so that the connection can be cut at any time."""
+        address = urlsplit(self.url)
+        connection = socket.create_connection((address.hostname, address.port))
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
 
     def wait_until_idle(self, seconds=20):
         """Wait until no block is held, and check the books."""
@@ -134,6 +154,49 @@ def running(**options):
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def serving(model, *words):
+    """Run `pagedkv serve` as a process of its own; yield it and its address."""
+    # The version is the installed distribution's, which a source tree has not.
+    command = "import sys; from pagedkv import cli; cli.version = lambda name: '0'; sys.exit(cli.main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "serve", str(model), "--served-model-name", "tiny", "--port", "0", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PAGEDKV_API_KEY": ""},
+    )
+    lines = []
+    # The pipe is read to its end, or the server would wait for it.
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        else:
+            pytest.fail(f"the server did not start:\n{''.join(lines)}")
+        reader.start()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+        if reader.ident is not None:
+            reader.join()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """Return what runs `pagedkv serve` as a process."""
+    return serving
+
+
+@pytest.fixture(scope="session")
+def metric():
+    """Return what reads a metric of a server that is another process."""
+    return metric_of
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -22,8 +23,8 @@ from pagedkv.server.chat import ChatCompletion
 from pagedkv.server.clients import Clients
 from pagedkv.server.completions import Completion
 from pagedkv.server.errors import APIError, from_engine
-from pagedkv.server.generation import ClientGoneError, Generator
-from pagedkv.server.metrics import CopyCounter, EngineCollector
+from pagedkv.server.generation import ClientGoneError, Generator, in_thread_if_long
+from pagedkv.server.metrics import EngineCollector
 from pagedkv.server.page import PAGE
 from pagedkv.server.protocol import (
     ChatCompletionRequest,
@@ -33,6 +34,7 @@ from pagedkv.server.protocol import (
     check_request_id,
 )
 from pagedkv.server.state import engine_state
+from pagedkv.server.step_counts import StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,8 +96,8 @@ class Server:
         self._options = options
         self._generator = Generator(engine)
         self._clients = Clients(options.api_keys, options.max_body_bytes)
-        self._copies = CopyCounter()
-        engine.engine.step_hooks.append(self._copies)
+        self._counts = StepCounts(engine.engine)
+        engine.engine.step_hooks.append(self._counts)
         self._created = int(time.time())
         self._num_open = 0
 
@@ -149,16 +151,17 @@ class Server:
         """Return the tokens of a text or a conversation."""
         body = await self._clients.read(request, TokenizeRequest)
         self._check_model(body.model)
-        text = self._generator.render(body) if body.prompt is None else body.prompt
+        text = await self._generator.render(body) if body.prompt is None else body.prompt
         special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-        tokens = await self._generator.tokenize(text, add_special_tokens=special)
+        [tokens] = await self._generator.tokenize([text], add_special_tokens=special)
         answer: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": self._generator.max_model_len,
         }
         if body.return_token_strs:
-            answer["token_strs"] = [self._engine.engine.text.token_text(token) for token in tokens]
+            texts = partial(map, self._engine.engine.text.token_text, tokens)
+            answer["token_strs"] = await in_thread_if_long(len(tokens), lambda: list(texts()))
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
@@ -171,7 +174,8 @@ class Server:
         vocab_size = self._engine.engine.vocab_size
         if wrong := [token for token in body.tokens if token >= vocab_size]:
             raise APIError(400, f"tokens: expected ids of 0 to {vocab_size - 1}, found {wrong[0]}", "tokens")
-        return JSONResponse({"prompt": decode(body.tokens) if body.tokens else ""})
+        text = await in_thread_if_long(len(body.tokens), partial(decode, body.tokens)) if body.tokens else ""
+        return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         """Say whether requests are taken."""
@@ -198,11 +202,13 @@ class Server:
         for vllm_names in (False, True):
             if (names == "vllm") == vllm_names if names is not None else not vllm_names or self._options.vllm_metrics:
                 registry.register(self._collector(vllm_names=vllm_names))
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
     async def state(self, request: Request) -> Response:
         """Give a snapshot of the engine."""
-        return JSONResponse(engine_state(self._engine.engine, self._options.model_name, self._copies))
+        # A large pool has many blocks to write down.
+        found = await asyncio.to_thread(engine_state, self._engine.engine, self._options.model_name, self._counts)
+        return JSONResponse(found)
 
     async def page(self, request: Request) -> Response:
         """Show the snapshot, live."""
@@ -267,7 +273,7 @@ class Server:
         }
 
     def _collector(self, *, vllm_names: bool) -> EngineCollector:
-        return EngineCollector(self._engine.engine, self._options.model_name, self._copies, vllm_names=vllm_names)
+        return EngineCollector(self._engine.engine, self._options.model_name, self._counts, vllm_names=vllm_names)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

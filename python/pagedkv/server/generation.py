@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv.engine import RequestOutputKind, SamplingParams
-from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError, NeverFitsError, UnsupportedError
 from pagedkv.server.errors import APIError, from_engine
 
 if TYPE_CHECKING:
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from pagedkv.engine.stream import Stream
     from pagedkv.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 
-# Text that takes long enough to tokenize for others to wait is tokenized in a thread.
+# Characters and tokens from which work on a text takes so long that it goes to a thread, lest others wait.
 _LONG_TEXT = 20_000
 _MAX_PROMPTS = 256
+
+_Result = TypeVar("_Result")
 
 
 class ClientGoneError(Exception):
@@ -36,6 +38,19 @@ class Prompt:
 
     text: str | None
     token_ids: list[int]
+
+
+async def in_thread_if_long(size: int, work: Callable[[], _Result]) -> _Result:
+    """Return the result of work on a text; on a long one it is done in a thread.
+
+    Parameters
+    ----------
+    size : int
+        Characters or tokens of the text.
+    work : callable
+        What is to be done.
+    """
+    return work() if size < _LONG_TEXT else await asyncio.to_thread(work)
 
 
 class Generator:
@@ -64,24 +79,28 @@ class Generator:
             raise APIError(400, "prompt: expected at least one, found none", "prompt")
         if len(several) > _MAX_PROMPTS:
             raise APIError(400, f"prompt: expected at most {_MAX_PROMPTS}, found {len(several)}", "prompt")
-        return [
-            Prompt(one, await self.tokenize(one, add_special_tokens=body.add_special_tokens))
-            if isinstance(one, str)
-            else Prompt(None, one)
-            for one in several
-        ]
+        if not isinstance(several[0], str):
+            return [Prompt(None, token_ids) for token_ids in several]
+        token_ids = await self.tokenize(several, add_special_tokens=body.add_special_tokens)
+        return list(map(Prompt, several, token_ids))
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> Prompt:
         """Return the prompt that a conversation is."""
-        text = self.render(body)
-        return Prompt(text, await self.tokenize(text, add_special_tokens=False))
+        text = await self.render(body)
+        [token_ids] = await self.tokenize([text], add_special_tokens=False)
+        return Prompt(text, token_ids)
 
-    def render(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
+    async def render(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
         """Return a conversation as the chat template writes it."""
+        messages = [message.as_dict() for message in body.messages or ()]
+        size = sum(len(message["content"]) for message in messages)
+        return await in_thread_if_long(size, partial(self._render, body, messages))
+
+    def _render(self, body: ChatCompletionRequest | TokenizeRequest, messages: list[dict[str, str]]) -> str:
         variables = body.chat_template_kwargs
         render = partial(
             self.engine.engine.text.render_chat,
-            [message.as_dict() for message in body.messages],
+            messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
@@ -97,16 +116,16 @@ class Generator:
                     message = f"{field}: {message.removeprefix('messages: ')}"
             raise APIError(400, message, field) from error
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text."""
+    async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the tokens of texts."""
         tokenizer = self.engine.engine.get_tokenizer()
         if tokenizer is None:
             raise APIError(400, "prompt: expected token ids, because the server has no tokenizer", "prompt")
 
-        def encode() -> list[int]:
-            return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+        def encode() -> list[list[int]]:
+            return [list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids) for text in texts]
 
-        return encode() if len(text) < _LONG_TEXT else await asyncio.to_thread(encode)
+        return await in_thread_if_long(sum(map(len, texts)), encode)
 
     def params(
         self, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int | None, **more: Any
@@ -162,6 +181,9 @@ class Generator:
                 await stream.accepted()
         except BaseException as error:
             self.discard(streams)
+            if isinstance(error, NeverFitsError):
+                # It is about the samples together, each with its longest output.
+                raise APIError(400, f"{body.length_field}: {error}", body.length_field) from error
             if isinstance(error, Exception):
                 raise from_engine(error, {"prompt_token_ids": body.prompt_field}) from error
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -57,28 +58,32 @@ def _unless(*harmless: Any) -> AfterValidator:
 
 _Refused = Annotated[Any, _unless()]
 
-# Fields that go to `SamplingParams` as they are.
-_SAMPLING_FIELDS = (
-    "n",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-)
+
+def _check_num_logprobs(found: int, info: ValidationInfo) -> int:
+    if not 0 <= found <= _MAX_LOGPROBS:
+        name = info.field_name
+        raise APIError(400, f"{name}: expected 0 to {_MAX_LOGPROBS}, found {found}", name)
+    return found
+
+
+_NumLogprobs = Annotated[int, AfterValidator(_check_num_logprobs)]
+
+
+def check_request_id(field: str, found: str) -> str:
+    """Return the name of a request; refuse one that could not stand in a header as it is.
+
+    Parameters
+    ----------
+    field : str
+        Where it was found.
+    found : str
+        The name.
+    """
+    if _REQUEST_ID.fullmatch(found) is None:
+        expected = "1 to 256 printable ASCII characters without a space at either end"
+        shown = repr(found) if len(found) <= 256 else f"{len(found)} characters"
+        raise APIError(400, f"{field}: expected {expected}, found {shown}", field)
+    return found
 
 
 class _Body(BaseModel):
@@ -92,35 +97,17 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(_Body):
-    """Fields of both kinds of completion.
+class _Sampling(_Body):
+    """Fields that go to `SamplingParams`."""
 
-    Attributes
-    ----------
-    prompt_field : str
-        The field that has what is continued.
-    """
-
-    prompt_field: ClassVar[str]
-
-    model: str | None = None
     n: int = 1
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    user: _Ignored
-    metadata: _Ignored
-    store: _Ignored
-    service_tier: _Ignored
-    safety_identifier: _Ignored
-    prompt_cache_key: _Ignored
+    logit_bias: dict[str, float] | None = None
     # vLLM's further fields.
     top_k: int | None = None
     min_p: float | None = None
@@ -133,10 +120,41 @@ class GenerationRequest(_Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _NumLogprobs | None = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the keywords of `SamplingParams` that were given."""
+        given = {name: getattr(self, name) for name in _Sampling.model_fields}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class GenerationRequest(_Sampling):
+    """Fields of both kinds of completion.
+
+    Attributes
+    ----------
+    prompt_field : str
+        The field that has what is continued.
+    """
+
+    prompt_field: ClassVar[str]
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    user: _Ignored
+    metadata: _Ignored
+    store: _Ignored
+    service_tier: _Ignored
+    safety_identifier: _Ignored
+    prompt_cache_key: _Ignored
+    # vLLM's further fields.
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, AfterValidator(partial(check_request_id, "request_id"))] | None = None
     return_token_ids: bool = False
     response_format: Annotated[Any, _unless({"type": "text"})] = None
     structured_outputs: _Refused = None
@@ -147,25 +165,14 @@ class GenerationRequest(_Body):
 
     @model_validator(mode="after")
     def _check_generation(self) -> GenerationRequest:
-        if self.request_id is not None:
-            check_request_id("request_id", self.request_id)
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options: expected nothing, because stream is false", "stream_options")
-        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= _MAX_LOGPROBS:
-            raise _out_of_range("prompt_logprobs", self.prompt_logprobs)
         return self
 
     @property
     def length_field(self) -> str:
         """The field that bounds the output."""
         return "max_tokens"
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """Return the keywords of `SamplingParams` that were given."""
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class CompletionRequest(GenerationRequest):
@@ -175,15 +182,13 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: _NumLogprobs | None = None
     suffix: Annotated[Any, _unless("")] = None
     best_of: Annotated[Any, _unless(1)] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
-            raise _out_of_range("logprobs", self.logprobs)
         if self.echo and self.stream:
             raise APIError(400, "echo: expected false, because stream is true", "echo")
         return self
@@ -240,7 +245,7 @@ class ChatCompletionRequest(_Conversation, GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: _NumLogprobs | None = None
     parallel_tool_calls: _Ignored
     tools: Annotated[Any, _unless([])] = None
     tool_choice: Annotated[Any, _unless("none", "auto")] = None
@@ -255,11 +260,8 @@ class ChatCompletionRequest(_Conversation, GenerationRequest):
 
     @model_validator(mode="after")
     def _check(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None:
-            if not self.logprobs:
-                raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
-            if not 0 <= self.top_logprobs <= _MAX_LOGPROBS:
-                raise _out_of_range("top_logprobs", self.top_logprobs)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise APIError(400, "top_logprobs: expected nothing, because logprobs is false", "top_logprobs")
         return self
 
     @property
@@ -291,27 +293,7 @@ class DetokenizeRequest(_Body):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-def check_request_id(field: str, found: str) -> None:
-    """Refuse a name that could not stand in a header as it is.
-
-    Parameters
-    ----------
-    field : str
-        Where it was found.
-    found : str
-        The name.
-    """
-    if _REQUEST_ID.fullmatch(found) is None:
-        expected = "1 to 256 printable ASCII characters without a space at either end"
-        shown = repr(found) if len(found) <= 256 else f"{len(found)} characters"
-        raise APIError(400, f"{field}: expected {expected}, found {shown}", field)
-
-
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise APIError(400, f"logit_bias: expected token ids as keys, found {text!r}", "logit_bias")
     return int(text)
-
-
-def _out_of_range(name: str, found: int) -> APIError:
-    return APIError(400, f"{name}: expected 0 to {_MAX_LOGPROBS}, found {found}", name)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagedkv.exceptions import UnknownIdError
 
 if TYPE_CHECKING:
     from pagedkv.engine import LLMEngine
-    from pagedkv.server.metrics import CopyCounter
+    from pagedkv.server.step_counts import StepCounts
 
-# States of `Scheduler.block_map`, and the letters that stand for them.
-_LETTERS = {0: "n", 1: "f", 2: "h", 3: "e", 4: "w"}
+# The letters that stand for the states of `Scheduler.block_map`.
+_LETTERS = np.frombuffer(b"nfhew", np.uint8)
 
 
-def engine_state(engine: LLMEngine, model_name: str, copies: CopyCounter) -> dict[str, Any]:
+def engine_state(engine: LLMEngine, model_name: str, counts: StepCounts) -> dict[str, Any]:
     """Return a snapshot of an engine.
 
     Parameters
@@ -24,8 +26,8 @@ def engine_state(engine: LLMEngine, model_name: str, copies: CopyCounter) -> dic
         The engine.
     model_name : str
         What its model is called.
-    copies : CopyCounter
-        Counts copied blocks.
+    counts : StepCounts
+        What was counted of its steps.
 
     Returns
     -------
@@ -35,19 +37,18 @@ def engine_state(engine: LLMEngine, model_name: str, copies: CopyCounter) -> dic
     """
     scheduler = engine.scheduler
     snapshot, blocks, stats = scheduler.snapshot(), scheduler.block_map(), scheduler.stats()
-    letters = [_LETTERS.get(state, "w") for state in blocks["state"].tolist()]
     totals = stats.totals
     return {
         "model": model_name,
         "num_running": stats.num_requests_running,
         "num_waiting": stats.num_requests_waiting,
         "usage": stats.kv_cache_usage,
-        "blocks": "".join(letters),
+        "blocks": _LETTERS[blocks["state"]].tobytes().decode(),
         "ref_counts": blocks["ref_count"].tolist(),
         "requests": _requests(engine, snapshot),
         "totals": {
-            "steps": copies.num_steps,
-            "copied_blocks": copies.num_copies,
+            "steps": counts.num_steps,
+            "copied_blocks": counts.num_copies,
             "prompt_tokens": totals.prompt_tokens,
             "prompt_tokens_cached": totals.prompt_tokens_cached,
             "generation_tokens": totals.generation_tokens,

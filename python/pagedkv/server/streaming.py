@@ -66,8 +66,9 @@ async def stream_chunks(
             yield event({**head, "choices": [], "usage": usage(latest.values(), num_tokens)})
     except Exception as error:
         # The status was sent; the error can only be an event.
-        logger.exception("a stream ended early")
-        yield event(from_engine(error).body)
+        found = from_engine(error)
+        logger.warning("a stream ended early: %s", error, exc_info=found.status == 500)
+        yield event(found.body)
     finally:
         await outputs.aclose()  # type: ignore[attr-defined]
     yield DONE
