@@ -99,6 +99,20 @@ soak: ## SOAK_COMMANDS random commands against the naive model, for SOAK_SECONDS
 soak-server: develop ## 200 streams for two minutes against a server with SmolLM2; SOAK_STREAMS, SOAK_SERVER_SECONDS
 	$(BIN)/pytest -m slow --log-cli-level=INFO tests/server/test_soak.py
 
+# Some 1.5 GB each; guidellm and ultralytics borrow the torch of .venv.
+CLIENTS ?= /tmp/pagedkv-clients
+
+.PHONY: clients-check
+clients-check: develop ## public clients and load generators against a live server, from environments in CLIENTS
+	for name in guidellm aiperf ultralytics; do \
+		bash tests/server/public_client.sh $$name $(CLIENTS)/$$name $(CURDIR)/$(BIN)/python || exit 1; \
+	done
+	PAGEDKV_CLIENTS=$(CLIENTS) $(BIN)/pytest -v --log-cli-level=INFO tests/server/test_public_clients.py
+
+.PHONY: clients-clean
+clients-clean: ## remove their environments
+	rm -rf $(CLIENTS)
+
 .PHONY: tsan
 tsan: ## the thread tests of the core under ThreadSanitizer, the standard library included
 	rustup component add rust-src --toolchain nightly
