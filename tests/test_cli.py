@@ -236,6 +236,13 @@ def test_mistake_is_told_in_one_line(capsys, words, message):
     assert capsys.readouterr().err.startswith(f"pagedkv: {message}")
 
 
+@pytest.mark.parametrize("port", ["-1", "65536", "http"])
+def test_port_that_is_none_is_refused(capsys, port):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "model", f"--port={port}"])
+    assert "argument --port: expected a number from 0 to 65535" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--block-size", "0"], "--block-size"), (["--kv-cache-memory-bytes", "much"], "--kv-cache-memory-bytes")],

@@ -10,6 +10,8 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagedkv.server.generation import Generator
+
 LONG = {"prompt": "abcd", "max_tokens": 500, "ignore_eos": True}
 
 
@@ -40,6 +42,28 @@ def test_client_that_goes_away_frees_its_blocks_with_the_step_in_flight(start, m
     assert sum(num > 0 for num in steps[noticed_at[0] :]) <= 1
     assert len(steps) < 400  # a sample would have gone on for 500
     assert server.engine.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_client_that_is_gone_before_its_answer_begins_frees_its_blocks(start, monkeypatch, path):
+    server = start()
+    server.model.register_forward_pre_hook(lambda module, arguments: time.sleep(0.01))
+    steps = []
+    server.engine.engine.step_hooks.append(steps.append)
+    start_requests = Generator.start
+
+    async def start_and_wait(self, *arguments):
+        streams = await start_requests(self, *arguments)
+        await asyncio.sleep(0.5)  # for the client to go
+        return streams
+
+    monkeypatch.setattr(Generator, "start", start_and_wait)
+    say = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "abcd"}
+    connection = server.open_stream(say | {"max_tokens": 450, "ignore_eos": True, "stream": True}, path)
+    wait_until(lambda: server.scheduler.usage > 0)
+    connection.close()
+    server.wait_until_idle()
+    assert len(steps) < 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    group.add_argument("--port", type=int, default=8000, help="0 for one that is free (8000)")
+    group.add_argument("--port", type=_port, default=8000, help="0 for one that is free (8000)")
     group.add_argument("--served-model-name", metavar="NAME", help="what requests call the model (its file or folder)")
     group.add_argument(
         "--api-key",
@@ -82,6 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_graceful_shutdown=arguments.shutdown_timeout,
     )
     return 0
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, found {text!r}")
+    return int(text)
 
 
 def _is_loopback(host: str) -> bool:

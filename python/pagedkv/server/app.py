@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from pagedkv.server.chat import ChatCompletion
@@ -35,6 +35,7 @@ from pagedkv.server.protocol import (
 )
 from pagedkv.server.state import engine_state
 from pagedkv.server.step_counts import StepCounts
+from pagedkv.server.streaming import EventStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,9 +223,7 @@ class Server:
         headers = {"X-Request-Id": name}
         if body.stream:
             chunks = self._counted(completion.chunks(streams))
-            return StreamingResponse(
-                chunks, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"}
-            )
+            return EventStream(chunks, partial(self._generator.discard, streams), headers)
         self._num_open += 1
         try:
             outputs = await self._generator.finish(request, streams)

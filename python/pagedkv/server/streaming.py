@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from starlette.responses import StreamingResponse
 
 from pagedkv.server.answers import usage
 from pagedkv.server.errors import from_engine
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from pagedkv.engine import RequestOutput
     from pagedkv.engine.stream import Stream
     from pagedkv.server.generation import Generator
@@ -19,6 +23,31 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _Deltas = Callable[[int, "RequestOutput", dict[int, int]], list[dict[str, Any]]]
+
+
+class EventStream(StreamingResponse):
+    """An answer of events, after which nothing of its requests goes on.
+
+    Parameters
+    ----------
+    chunks : async iterator of bytes
+        The events.
+    discard : callable
+        Aborts what goes on. The iterator does so itself, but not where the client has gone before it begins.
+    headers : dict
+        Headers of the answer.
+    """
+
+    def __init__(self, chunks: AsyncIterator[bytes], discard: Callable[[], object], headers: dict[str, str]) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        self._discard = discard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._discard()
 
 
 def event(data: dict[str, Any]) -> bytes:
