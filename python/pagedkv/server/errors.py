@@ -26,7 +26,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 # Messages of the engine begin with the argument that they are about.
-_ARGUMENT = re.compile(r"^([a-z_]\w*): ")
+_ARGUMENT = re.compile(r"^([a-z_]\w*)(?:\[\d+\])*: ")
 
 
 class APIError(Exception):

@@ -109,9 +109,10 @@ class _Sampling(_Body):
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # vLLM's further fields.
-    top_k: int | None = None
+    # Beyond these bounds numbers overflow in a step, which ends the engine for everybody.
+    top_k: Annotated[int, Field(lt=1 << 31)] | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
