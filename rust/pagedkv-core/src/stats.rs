@@ -24,9 +24,8 @@ pub const KV_CACHE_RESIDENCY_BUCKETS: &[f64] = &[
 pub const REQUEST_NUM_PREEMPTIONS_BUCKETS: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0];
 
 /// Bounds for tokens of one request: 1, 2 and 5 times powers of ten, to beyond the longest contexts that models have.
-pub const REQUEST_NUM_TOKENS_BUCKETS: &[f64] = &[
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6,
-];
+pub const REQUEST_NUM_TOKENS_BUCKETS: &[f64] =
+    &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6];
 
 /// A distribution: how many values lie at or below each bound, and above the last.
 #[derive(Clone, Debug, PartialEq)]

@@ -48,7 +48,7 @@ fn tokens_are_told_of_requests_that_ended_after_their_first() {
     add(&mut scheduler, "a", 5, 3, 0.0);
     step(&mut scheduler, 0.0, 1.0);
     let refused = add(&mut scheduler, "b", 9, 3, 1.0);
-    scheduler.abort(refused).expect("it is live");
+    scheduler.abort(refused, None).expect("it is live");
     step(&mut scheduler, 1.0, 2.0);
     let before = scheduler.stats();
     assert_eq!((before.request_prompt_tokens.count(), before.request_generation_tokens.count()), (0, 0));
