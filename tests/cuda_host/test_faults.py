@@ -13,7 +13,8 @@ from tight import make_tight_batch
 from pagedkv.kernels import variants
 
 TESTS = Path(__file__).resolve().parents[1]
-# Of the list's 28: 11 are slopes, which the caller makes, and 21 is how a plan gets to the device.
+# Of the list's 28: 11 are slopes, which the caller makes; 21 is a plan's staging memory, which is torch's, new for each
+# plan, and handed out again when the copy is done.
 NOT_OF_KERNELS = {11, 21}
 
 
@@ -64,3 +65,23 @@ def test_every_fault_of_the_list_has_a_test_over_the_cuda_kernels():
     own = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     numbers = {int(number) for number in re.findall(r"def test_kernel_fault_(\d\d)_", over_backends + own)}
     assert numbers == set(range(1, 29)) - NOT_OF_KERNELS
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+def test_value_in_use_that_is_nan_stays_in_its_sequence_and_reaches_no_query_of_an_earlier_tile(kernel):
+    batch = make_tight_batch([(80, 80), (33, 1), (40, 3)], num_kv_heads=2)
+    clean = attention.paged_attention(HostDevice(), *batch.arrays(), kernel=kernel)
+    block, offset = batch.block_table[0, 70 // 16], 70 % 16
+    batch.v_cache[block, :, offset] = torch.nan
+    spoilt = attention.paged_attention(HostDevice(), *batch.arrays(), kernel=kernel)
+    assert torch.equal(spoilt[:64], clean[:64])
+    assert spoilt[70:80].isnan().all()
+    assert torch.equal(spoilt[80:], clean[80:])
+
+
+@pytest.mark.parametrize("kernel", ["paged_decode", "paged_prefill"])
+def test_value_in_use_that_is_nan_reaches_no_single_query_whose_window_has_left_it(kernel):
+    batch = make_tight_batch([(70, 1)], num_kv_heads=2)
+    batch.v_cache[batch.block_table[0, 59 // 16], :, 59 % 16] = torch.nan
+    out = attention.paged_attention(HostDevice(), *batch.arrays(), kernel=kernel, sliding_window=10)
+    assert out.isfinite().all()

@@ -135,7 +135,7 @@ def test_kernel_that_is_not_on_disk_is_an_error_where_compiling_is_forbidden(mac
 
 def test_kernel_is_loaded_before_a_graph_is_captured_or_not_at_all(machine):
     launcher = CudaLauncher(0)
-    launcher.load(LARGE)
+    launcher.launch(launch_of(LARGE))
     machine.capturing = True
     launcher.launch(launch_of(LARGE))
     with pytest.raises(

@@ -294,12 +294,6 @@ def _check_places(q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Te
             raise UnsupportedError(f"{name}: expected rows at multiples of {least} bytes on a GPU, found {found}")
 
 
-def variants_of_batch(q_dtype: str, kv_dtype: str, head_dim: int, *, features: bool) -> list[Variant]:
-    """Return what attention of these types launches, for loading it before a graph is captured."""
-    of_types = (q_dtype, kv_dtype, head_dim)
-    return [_decode(*of_types, features=features), _prefill(*of_types, features=features), _merge(q_dtype)]
-
-
 def blocks_side_by_side(launcher: Launcher, head_dim: int) -> int:
     """Return how many thread blocks of `paged_decode` a device runs at the same time."""
     from pagedkv.kernels.occupancy import blocks_per_multiprocessor
