@@ -120,8 +120,8 @@ class PagedAttention:
     ) -> None:
         """Check a batch and cut it into work items, for all `run` calls from now on.
 
-        The arrays are read here and not kept: later changes of the block table concern the next plan only. On a GPU the
-        block table is read by `run`, so changes of it count from where they are made in the order of the stream, and ids
+        The arrays are read here and not kept: later changes of the block table concern the next plan only. On a GPU
+        `run` reads the block table, so changes of it count from where they are made in the order of the stream, and ids
         in it are not looked at; lengths, starts, rows and trees are taken from the host, or copied to it.
 
         Parameters
