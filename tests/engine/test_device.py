@@ -11,6 +11,7 @@ from host_device import HostDevice, missing_tools
 from pagedkv import LLM, SamplingParams, Scheduler, SchedulerConfig
 from pagedkv.config import CacheConfig
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.models import TransformersModel
 from pagedkv.models.decode_graphs import bucket_sizes
 from pagedkv.models.plan_arrays import PlanArrays
 
@@ -145,10 +146,36 @@ SIZES = {
 }
 
 
-def test_tokens_are_those_of_transformers_when_kernels_compute_them():
+class Device(HostDevice):
+    """Notes which variants are launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.variants = set()
+
+    def launch(self, asked):
+        self.variants.add(asked.variant)
+        super().launch(asked)
+
+
+@pytest.fixture
+def device():
     if reason := missing_tools():
         pytest.skip(reason)
-    device = HostDevice()
+    device = Device()
     with device.in_place_of_gpu():
-        assert stage.check("cpu", PROMPTS, 12, **SIZES) == 0
-    assert {"append_kv", "paged_decode", "paged_prefill"} <= {kernel for kernel, _ in device.launched}
+        yield device
+
+
+def test_tokens_are_those_of_transformers_when_kernels_compute_them_that_were_loaded_before(device):
+    assert TransformersModel(stage.make_model("cpu", **SIZES)).load_kernels() == len(device.loaded)
+    assert stage.check("cpu", PROMPTS, 12, **SIZES) == 0
+    assert {"append_kv", "paged_decode", "paged_prefill"} <= {variant.kernel for variant in device.variants}
+    assert device.variants <= set(device.loaded)
+
+
+@pytest.mark.usefixtures("device")
+def test_model_whose_types_have_no_kernel_is_refused_by_name():
+    model = stage.make_model("cpu", **SIZES)
+    with pytest.raises(TypeError, match="k_cache, v_cache: expected bfloat16 or float8_e4m3fn or float8_e5m2 beside"):
+        TransformersModel(model, kv_cache_dtype="float16").load_kernels()

@@ -4,10 +4,11 @@ from typing import Any
 
 from pagedkv.attention import cpu, cuda
 from pagedkv.attention.cpu import instruction_sets
+from pagedkv.attention.cuda import load_kernels
 from pagedkv.attention.planned import PagedAttention
 from pagedkv.kv_cache.device import runs_kernels
 
-__all__ = ["PagedAttention", "instruction_sets", "merge_states", "paged_attention"]
+__all__ = ["PagedAttention", "instruction_sets", "load_kernels", "merge_states", "paged_attention"]
 
 
 def paged_attention(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,6 +23,7 @@ from pagedkv.kernels.paged_attention import (
     check_heads,
     rows_per_item,
 )
+from pagedkv.kernels.variants import check_pair, head_dim_class, variants_of
 from pagedkv.kv_cache.device import as_tensor, on_host, optional_tensor, uploaded
 from pagedkv.kv_cache.memory import make_like
 
@@ -220,6 +222,31 @@ def reserve(sizes: Sizes, block_table: Any, num_seqs: int, num_tokens: int) -> R
         max_pieces=None if sizes.split_keys is None else -(-longest // sizes.split_keys),
     )
     return Reserved(room, table.device)
+
+
+def load_kernels(device: "torch.device", q_dtype: str, kv_dtype: str, head_dims: Collection[int]) -> int:
+    """Load all kernels that a model may launch, and compile those that are not on disk; return how many there are.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    q_dtype, kv_dtype : str
+        Element types of the queries and of the cache.
+    head_dims : collection of int
+        Elements per head of its layers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If attention has no kernel for these types or heads.
+    """
+    check_pair(q_dtype, kv_dtype)
+    launcher = launcher_of(device)
+    needed = variants_of(q_dtype, kv_dtype, {head_dim_class(head_dim) for head_dim in head_dims})
+    for variant in needed:
+        launcher.load(variant)
+    return len(needed)
 
 
 def _integers(argument: str, array: Any) -> Any:

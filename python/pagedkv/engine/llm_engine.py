@@ -191,10 +191,11 @@ class LLMEngine:
         self._kv_cache: KVCache | None = kv_cache
         module = paged.module if enable_lora and isinstance(paged, TransformersModel) else None
         self._adapters = LoadedAdapters(module, self._scheduler)
-        # A graph would go on with the adapters that it was captured with.
-        captures = paged.device.type == "cuda" and not (enforce_eager or enable_lora)
-        if captures and isinstance(paged, TransformersModel):
-            paged.capture_decoding(kv_cache, self._limits.max_num_seqs)
+        if paged.device.type == "cuda" and isinstance(paged, TransformersModel):
+            paged.load_kernels()
+            # A graph would go on with the adapters that it was captured with.
+            if not (enforce_eager or enable_lora):
+                paged.capture_decoding(kv_cache, self._limits.max_num_seqs)
         self._text = TextCodec(tokenizer)
         self._vocab_size = paged.vocab_size
         self._loop: EngineLoop | None = EngineLoop(

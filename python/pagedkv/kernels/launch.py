@@ -62,6 +62,9 @@ class Launcher(Protocol):
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
 
+    def load(self, variant: Variant) -> None:
+        """Make a kernel ready, so that its first launch waits for nothing."""
+
     def launch(self, launch: Launch) -> None:
         """Run a kernel on the current stream."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pagedkv.attention import load_kernels
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.models.decode_graphs import DecodeGraphs
 from pagedkv.models.hook import NAME, register_attention
@@ -161,6 +162,14 @@ class TransformersModel:
         sample_rows = arrays.sample_rows if rows is None else torch.from_numpy(rows).to(self.device)
         step = AttentionMetadata.from_plan(plan, kv_cache, slot_mapping=arrays.slot_mapping, **self._scales)
         return self._run(input_tokens(arrays, previous_tokens), arrays.positions, sample_rows, step)
+
+    def load_kernels(self) -> int:
+        """Load what the model will launch on its GPU, so that no request waits for it; return how many kernels.
+
+        Those that are not on disk are compiled, which takes about a second each; `pagedkv warmup` does it beforehand.
+        """
+        head_dims = {shape.head_dim for shape in self.layers.values()}
+        return load_kernels(self.device, str(self._model.dtype).removeprefix("torch."), self.dtype, head_dims)
 
     def capture_decoding(self, kv_cache: KVCache, max_num_seqs: int, **options: Any) -> None:
         """Run steps in which each sequence has one token by captured graphs from now on.

@@ -30,6 +30,8 @@ class HostDevice:
     ----------
     launched : list of (str, Launched)
         Every kernel that ran, and what it did.
+    loaded : list of Variant
+        What was to be made ready.
     """
 
     # So many blocks side by side that short sequences are cut into pieces too.
@@ -38,6 +40,7 @@ class HostDevice:
 
     def __init__(self, *, seed=1, schedule="uniform", count=False, edits=None, asan=False, macros=None, memory=None):
         self.launched = []
+        self.loaded = []
         self._how = {"seed": seed, "schedule": schedule, "count": count}
         self._edits = edits or {}
         self._asan = asan
@@ -47,6 +50,10 @@ class HostDevice:
     def is_capturing(self):
         """There are no graphs."""
         return False
+
+    def load(self, variant):
+        """Note a kernel; it is compiled when it is launched."""
+        self.loaded.append(variant)
 
     def launch(self, asked):
         """Run a kernel: its parameters as they were packed, but for pointers to tensors that were moved."""
