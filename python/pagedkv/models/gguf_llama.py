@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama", "qwen2")
 
+# Rows that pass through a layer together, but for attention: what lies between its products is small enough then for
+# malloc to keep the memory, which would else come back from the system page by page.
+_ROWS = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -137,42 +141,49 @@ class GGUFLlama:
         sample_rows = from_dlpack(plan.sample_rows) if rows is None else torch.from_numpy(rows)
         scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
         step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
-        x = self._embedding[token_ids]
         angles = from_dlpack(plan.positions)[:, None].float() * self._frequencies
-        cos, sin = (turned.to(x.dtype)[:, None] for turned in (angles.cos(), angles.sin()))
+        turns = [turned.to(self._embedding.dtype)[:, None].split(_ROWS) for turned in (angles.cos(), angles.sin())]
+        parts = list(self._embedding[token_ids].split(_ROWS))
+        heads = self._embedding.new_empty((len(token_ids), self._num_q_heads + 2 * self._num_kv_heads, self._head_dim))
         for number, layer in enumerate(self._layers):
-            x = self._run_layer(number, layer, x, cos, sin, step)
-        return self._head(self._normed(x[sample_rows]))
+            attended = self._attend(number, layer, parts, heads, turns, step).split(_ROWS)
+            parts = [self._rest_of_layer(layer, *rows) for rows in zip(attended, parts, strict=True)]
+        return self._head(self._normed(torch.cat(parts)[sample_rows]))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """Divide rows by their root mean square; torch's `rms_norm` takes three times as many passes."""
         norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return x * norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_().to(x.dtype)
 
-    def _run_layer(
+    def _attend(
         self,
         number: int,
         layer: _Layer,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        parts: list[torch.Tensor],
+        heads: torch.Tensor,
+        turns: list[tuple[torch.Tensor, ...]],
         step: AttentionMetadata,
     ) -> torch.Tensor:
-        num_q, num_kv, head_dim = self._num_q_heads, self._num_kv_heads, self._head_dim
-        num_tokens = x.shape[0]
-        qkv = layer.qkv(self._normed(x)).view(num_tokens, num_q + 2 * num_kv, head_dim)
-        turned = _turn(qkv[:, : num_q + num_kv], cos, sin)  # queries and keys together
+        """Return what all rows attend to, of shape (num_tokens, num_q * head_dim); `heads` is room for a layer's."""
+        num_q, num_turned = self._num_q_heads, self._num_q_heads + self._num_kv_heads
+        for x, cos, sin, room in zip(parts, *turns, heads.split(_ROWS), strict=True):
+            qkv = layer.qkv(self._normed(x)).view(room.shape)
+            _turn(qkv[:, :num_turned], cos, sin, out=room[:, :num_turned])  # queries and keys together
+            room[:, num_turned:] = qkv[:, num_turned:]
         attended = step.attend(
             number,
-            turned[:, :num_q],
-            turned[:, num_q:],
-            qkv[:, num_q + num_kv :],
-            softmax_scale=head_dim**-0.5,
+            heads[:, :num_q],
+            heads[:, num_q:num_turned],
+            heads[:, num_turned:],
+            softmax_scale=self._head_dim**-0.5,
             sliding_window=self._window,
             soft_cap=None,
             sinks=None,
         )
-        x = layer.out.plus(attended.reshape(num_tokens, num_q * head_dim), x)
+        return attended.reshape(len(heads), num_q * self._head_dim)
+
+    def _rest_of_layer(self, layer: _Layer, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = layer.out.plus(attended, x)
         normed = self._normed(x)
         return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
 
@@ -197,14 +208,12 @@ class GGUFLlama:
         )
 
 
-def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     """Turn each pair of elements, half a head apart, by its angle."""
     first, second = heads.chunk(2, dim=-1)
-    turned = torch.empty(heads.shape, dtype=heads.dtype)
-    low, high = turned.chunk(2, dim=-1)
+    low, high = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=high).addcmul_(first, sin)
-    return turned
 
 
 def _behind_norm(
