@@ -37,7 +37,8 @@ def paged_attention(
     Decode, prefill, and both in one batch. Query ``i`` of a sequence with ``n`` queries and length ``L`` sits at
     position ``L - n + i`` and sees the keys up to itself. Query heads share KV heads in groups of any size: query head
     ``h`` reads KV head ``h // (num_q_heads // num_kv_heads)``. Arrays come from any library that speaks DLPack, with
-    any strides as long as ``head_dim`` is contiguous; element types of queries, cache and output may differ.
+    any strides as long as ``head_dim`` is contiguous; element types of queries, cache and output may differ. Where `q`
+    lies on an NVIDIA GPU it is computed there: see Notes.
 
     Parameters
     ----------
@@ -93,9 +94,17 @@ def paged_attention(
         If an argument is no array, or has an element type that it cannot have.
     InvalidArgumentError
         If shapes disagree, an id or a length points outside, or memory is on another device. Nothing is written then.
+    UnsupportedError
+        If a GPU's kernels have no such heads, or can't read rows where they lie.
 
     Notes
     -----
+    On a GPU `head_dim` is at most 256, queries and output are float16 or bfloat16, and the cache is of their type or
+    FP8; `q`, the caches, `block_table`, `out` and numbers per head lie on one device, ids of blocks are not looked at,
+    and `seq_lens`, `query_start_loc`, `rows` and trees are best left on the host, where they are needed. Kernels are
+    launched on torch's current stream. A result may depend on the batch by the order of its sums; see `split_keys` of
+    `PagedAttention`. The rest of these notes is about the CPU.
+
     The cost is ``O(num_q_heads * head_dim)`` per pair of a query and a key that it sees. Sums are float32. Results
     depend neither on the number of threads nor on the rest of the batch, but on the instruction set, which
     `PAGEDKV_CPU_ISA` forces. Whatever unused slots hold, NaN included,

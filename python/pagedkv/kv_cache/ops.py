@@ -21,6 +21,8 @@ def append_kv(
         One layer of the cache, float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; modified.
     slot_mapping : array, shape (num_tokens,), int64
         ``block * block_size + offset`` of each token; -1 is skipped. Where a slot comes twice, the later token wins.
+        Slots that lie on a GPU are not looked at: one outside the cache writes anywhere, and of tokens that share one
+        any wins.
     k_scale, v_scale : array, shape (1,) or (num_kv_heads,), float32, optional
         What keys and values are divided by before they are rounded to FP8, for all KV heads or each; 1 by default.
         What is too large then becomes the largest number of the type.
@@ -138,6 +140,11 @@ def swap_blocks(source: Any, destination: Any, pairs: Any) -> None:
     TypeError, InvalidArgumentError
         If the pools differ in element type or in the shape of a block, keys are packed in one of the two, or a block is
         outside its pool. Nothing is written then.
+
+    Notes
+    -----
+    With a GPU copies are made in the order of the current stream; the host need not wait for them where its memory is
+    page-locked.
 
     Examples
     --------
