@@ -110,6 +110,16 @@ def test_kernel_is_loaded_once_and_asks_for_its_shared_memory(machine):
     assert machine.compiled == []
 
 
+def test_kernel_that_was_loaded_ahead_is_launched_without_another_look(machine):
+    launcher = CudaLauncher(1)
+    launcher.load(SMALL)
+    launcher.load(SMALL)
+    machine.on_disk = False
+    launcher.launch(launch_of(SMALL))
+    ((device, kernel),) = machine.loaded
+    assert (device, len(kernel.launched), machine.compiled) == (1, 1, [])
+
+
 def test_each_device_loads_its_own(machine):
     for index in (0, 1):
         CudaLauncher(index).launch(launch_of(SMALL))

@@ -101,6 +101,18 @@ class CudaLauncher:
             kernel = self._load(variant)
         kernel((launch.grid,), (variant.threads,), (launch.params,), shared_mem=variant.shared_bytes, stream=stream)
 
+    def load(self, variant: Variant) -> None:
+        """Load a kernel now, and not at its first launch.
+
+        Raises
+        ------
+        KernelNotCompiledError
+            As for `launch`.
+        """
+        with self._cupy.cuda.Device(self._index):
+            if variant not in self._kernels:
+                self._load(variant)
+
     def _load(self, variant: Variant) -> Any:
         if self.is_capturing():
             raise KernelNotCompiledError(
