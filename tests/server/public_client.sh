@@ -31,8 +31,8 @@ case $name in
         ;;
     ultralytics)
         lend_torch
-        # Its own list has torchvision, which only images need.
-        "$dir/bin/pip" install --quiet --no-deps ultralytics==8.4.190 ultralytics-thop==2.2.3
+        # Its whole list would bring another torch. Of torchvision it asks the version alone, unless there are images.
+        "$dir/bin/pip" install --quiet --no-deps ultralytics==8.4.190 ultralytics-thop==2.2.3 torchvision
         "$dir/bin/pip" install --quiet opencv-python-headless openai matplotlib polars scipy pillow psutil pyyaml requests
         ;;
     *)

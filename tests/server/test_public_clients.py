@@ -49,7 +49,8 @@ def run(environments, tmp_path):
         binaries = environments / client / "bin"
         if not (binaries / command).exists():
             pytest.skip(f"needs {client}: make clients-check")
-        ours = {"PYTHONPATH", "VIRTUAL_ENV", "PYTHONWARNINGS"}
+        # aiperf finds no folder with a tokenizer where the hub is switched off.
+        ours = {"PYTHONPATH", "VIRTUAL_ENV", "PYTHONWARNINGS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}
         kept = {name: value for name, value in os.environ.items() if name not in ours}
         found = subprocess.run(
             [binaries / command, *words],
@@ -118,7 +119,7 @@ from urllib.request import urlopen
 from ultralytics import LLM
 url = sys.argv[1]
 llm = LLM("tiny", api="chat.completions", base_url=url + "/v1", api_key="none")
-ask = "Say something about blocks of memory, and about tables that say which block has which tokens."
+ask = "Say something about blocks of memory, and briefly about tables that say which block has which tokens."
 found = llm(ask, n=3, temperature=0.8, max_tokens=8, extra_body={"top_k": 20})
 print(json.dumps({"indices": [choice.index for choice in found.choices], "usage": found.usage.model_dump()}))
 stream = llm(ask, n=3, temperature=0.8, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
@@ -139,8 +140,9 @@ def test_ultralytics_gets_three_choices_over_one_prompt(run, url, tmp_path, metr
     logger.info("ultralytics: %s", answer)
     assert answer["indices"] == [0, 1, 2]
     assert answer["usage"]["completion_tokens"] <= 3 * 8
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     num_prompt = answer["usage"]["prompt_tokens"]
+    # The beginning is that of all conversations, which others may have left in the cache.
+    assert 0 <= answer["usage"]["prompt_tokens_details"]["cached_tokens"] < num_prompt
     num_full, rest = divmod(num_prompt, BLOCK_SIZE)
     tables = state["tables"]
     assert tables[0][:num_full] == tables[1][:num_full] == tables[2][:num_full]
