@@ -20,6 +20,7 @@ PARAMETERS = np.dtype(
 
 _NUM_CANDIDATES = 1024
 _CHUNK = 256
+_ROWS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -58,16 +59,16 @@ def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDA
 
 
 def _draw(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
-    # Every pass over a whole vocabulary counts: a small model's step is not much longer.
-    temperature = torch.from_numpy(parameters["temperature"].copy()).to(logits.device)
-    scores = logits.to(torch.float32, copy=True)
-    if (parameters["temperature"] != 1).any():
+    scores = logits
+    is_plain = (parameters["temperature"] == 1) & (parameters["min_p"] <= 0) & (parameters["top_p"] >= 1)
+    if not (is_plain & (parameters["top_k"] <= 0)).all():
+        temperature = torch.from_numpy(parameters["temperature"].copy()).to(logits.device)
+        scores = logits.to(torch.float32, copy=True)
         scores /= temperature[:, None]
-    _keep_min_p(scores, parameters["min_p"])
-    _keep_top_k(scores, parameters["top_k"])
-    _keep_top_p(scores, parameters["top_p"])
+        _keep_min_p(scores, parameters["min_p"])
+        _keep_top_k(scores, parameters["top_k"])
+        _keep_top_p(scores, parameters["top_p"])
     uniform = torch.from_numpy(uniforms(parameters["seed"], parameters["sample"], positions)).to(logits.device)
-    scores.sub_(scores.amax(-1, keepdim=True)).exp_()
     return _pick(scores, uniform)
 
 
@@ -88,20 +89,29 @@ def _chunks(rows: torch.Tensor, filler: float) -> torch.Tensor:
     return rows.view(len(rows), rows.shape[-1] // _CHUNK, _CHUNK)
 
 
-def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _pick(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first token of each row whose cumulative weight exceeds that share of the row's whole weight.
 
-    Sums of chunks first, then one chunk: a cumulative sum over a whole vocabulary takes several times as long.
+    Sums of chunks first, then one chunk: a cumulative sum over a whole vocabulary takes several times as long. A few
+    rows at a time, whose weights stay in the caches: each pass over all of them would go to memory.
     """
-    chunks = _chunks(weights, 0.0)
-    up_to = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    chunks = _chunks(scores, -torch.inf)
+    largest = scores.amax(-1).float()[:, None]
+    few = zip(chunks.split(_ROWS), largest.split(_ROWS), strict=True)
+    some = [_weights(rows, most[:, None]).sum(-1) for rows, most in few]
+    up_to = torch.cat(some).cumsum(-1, dtype=torch.float64)
     target = up_to[:, -1:] * uniform[:, None]
     # One with weight 0 never exceeds the number first. Rounding may leave nothing above it: then the last that counts.
     chunk = torch.searchsorted(up_to, target, right=True).minimum(_last(up_to))
     before = up_to.gather(-1, (chunk - 1).clamp_(min=0)).masked_fill_(chunk == 0, 0)
-    within = chunks[torch.arange(len(weights), device=weights.device), chunk[:, 0]].cumsum(-1, dtype=torch.float64)
+    own = chunks[torch.arange(len(scores), device=scores.device), chunk[:, 0]]
+    within = _weights(own, largest).cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(within, target - before, right=True).minimum(_last(within))
     return (chunk * _CHUNK + token)[:, 0]
+
+
+def _weights(scores: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    return scores.to(torch.float32, copy=True).sub_(largest).exp_()
 
 
 def _last(cumulative: torch.Tensor) -> torch.Tensor:
