@@ -36,6 +36,7 @@ mod error;
 mod fp8;
 mod isa;
 mod kernels;
+mod openmp;
 mod packed_keys;
 mod simd;
 mod threads;

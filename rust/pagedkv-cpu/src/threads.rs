@@ -1,9 +1,11 @@
-//! Persistent worker threads, one pool per thread count.
+//! Persistent worker threads: torch's where it is loaded and uses as many, else one pool per thread count.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::openmp;
 
 /// Elements touched below which waking a worker costs more than it saves (some 20 us of one core).
 const MIN_PARALLEL_WORK: usize = 1 << 18;
@@ -20,20 +22,21 @@ static POOLS: Mutex<Vec<Pool>> = Mutex::new(Vec::new());
 ///
 /// `work` estimates the elements touched by all jobs together; little work stays on the calling thread.
 pub(crate) fn for_each(threads: usize, work: usize, count: usize, job: impl Fn(usize) + Sync) {
-    if threads > 1
-        && count > 1
-        && work >= MIN_PARALLEL_WORK
-        && let Some(pool) = pool(threads)
-    {
+    if threads > 1 && count > 1 && work >= MIN_PARALLEL_WORK {
         let next = AtomicUsize::new(0);
         let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count);
         let work = || std::iter::from_fn(take).for_each(&job);
-        // The calling thread works too: one less to wake.
-        pool.in_place_scope(|scope| {
-            (1..threads).for_each(|_| scope.spawn(|_| work()));
-            work();
-        });
-        return;
+        if openmp::run(threads, &work) {
+            return;
+        }
+        if let Some(pool) = pool(threads) {
+            // The calling thread works too: one less to wake.
+            pool.in_place_scope(|scope| {
+                (1..threads).for_each(|_| scope.spawn(|_| work()));
+                work();
+            });
+            return;
+        }
     }
     (0..count).for_each(job);
 }
