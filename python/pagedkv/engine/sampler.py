@@ -97,7 +97,7 @@ def _pick(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     chunks = _chunks(scores, -torch.inf)
     largest = scores.amax(-1).float()[:, None]
-    few = zip(chunks.split(_ROWS), largest.split(_ROWS), strict=True)
+    few = ((chunks[at : at + _ROWS], largest[at : at + _ROWS]) for at in range(0, len(scores), _ROWS))
     some = [_weights(rows, most[:, None]).sum(-1) for rows, most in few]
     up_to = torch.cat(some).cumsum(-1, dtype=torch.float64)
     target = up_to[:, -1:] * uniform[:, None]
