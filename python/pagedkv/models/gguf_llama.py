@@ -142,11 +142,13 @@ class GGUFLlama:
         scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
         step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
         angles = from_dlpack(plan.positions)[:, None].float() * self._frequencies
-        turns = [turned.to(self._embedding.dtype)[:, None].split(_ROWS) for turned in (angles.cos(), angles.sin())]
-        parts = list(self._embedding[token_ids].split(_ROWS))
+        turns = [
+            torch.split(turned.to(self._embedding.dtype)[:, None], _ROWS) for turned in (angles.cos(), angles.sin())
+        ]
+        parts = list(torch.split(self._embedding[token_ids], _ROWS))
         heads = self._embedding.new_empty((len(token_ids), self._num_q_heads + 2 * self._num_kv_heads, self._head_dim))
         for number, layer in enumerate(self._layers):
-            attended = self._attend(number, layer, parts, heads, turns, step).split(_ROWS)
+            attended = torch.split(self._attend(number, layer, parts, heads, turns, step), _ROWS)
             parts = [self._rest_of_layer(layer, *rows) for rows in zip(attended, parts, strict=True)]
         return self._head(self._normed(torch.cat(parts)[sample_rows]))
 
@@ -166,7 +168,7 @@ class GGUFLlama:
     ) -> torch.Tensor:
         """Return what all rows attend to, of shape (num_tokens, num_q * head_dim); `heads` is room for a layer's."""
         num_q, num_turned = self._num_q_heads, self._num_q_heads + self._num_kv_heads
-        for x, cos, sin, room in zip(parts, *turns, heads.split(_ROWS), strict=True):
+        for x, cos, sin, room in zip(parts, *turns, torch.split(heads, _ROWS), strict=True):
             qkv = layer.qkv(self._normed(x)).view(room.shape)
             _turn(qkv[:, :num_turned], cos, sin, out=room[:, :num_turned])  # queries and keys together
             room[:, num_turned:] = qkv[:, num_turned:]
