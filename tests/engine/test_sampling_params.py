@@ -17,6 +17,7 @@ WRONG = [
     ("temperature", "warm"),
     ("top_k", -2),
     ("top_k", 1.0),
+    ("top_k", 2**63),
     ("top_p", 0),
     ("top_p", 1.1),
     ("top_p", float("nan")),
@@ -31,6 +32,7 @@ WRONG = [
     ("presence_penalty", None),
     ("frequency_penalty", -2.1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-40),
     ("repetition_penalty", float("inf")),
     ("min_p", 1.5),
     ("min_p", -0.1),
@@ -56,6 +58,7 @@ WRONG = [
     ("logit_bias", {1: 101}),
     ("allowed_token_ids", []),
     ("allowed_token_ids", [-1]),
+    ("stop_token_ids", [2**31]),
 ]
 NOT_IMPLEMENTED = [
     ("spaces_between_special_tokens", False),

@@ -45,15 +45,15 @@ def between(low: float, high: float) -> Check:
     return f"a number of {low} to {high}", lambda found: is_number(found) and low <= found <= high
 
 
-def integer(least: int | None, *, optional: bool = False) -> Check:
+def integer(least: int | None, *, most: int | None = None, optional: bool = False) -> Check:
     """Return the check of an integer, or of None as well."""
     expected = "an integer" if least is None else f"an integer of at least {least}"
-    return expected, lambda found: (optional and found is None) or is_integer(found, least)
-
-
-def number_above(low: float) -> Check:
-    """Return the check of a finite number above a limit."""
-    return f"a finite number above {low}", lambda found: is_number(found) and low < found < math.inf
+    if most is not None:
+        expected += f" and at most {most}"
+    return (
+        expected,
+        lambda found: (optional and found is None) or (is_integer(found, least) and (most is None or found <= most)),
+    )
 
 
 A_BOOL: Check = "True or False", lambda found: isinstance(found, bool)

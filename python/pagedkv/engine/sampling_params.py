@@ -15,7 +15,6 @@ from pagedkv.engine.checks import (
     is_integer,
     is_number,
     mistake,
-    number_above,
 )
 from pagedkv.exceptions import UnsupportedError
 
@@ -51,7 +50,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty : float
         What is taken from the logit of a token that the sample has already, once and for each time; -2 to 2.
     repetition_penalty : float
-        What positive logits of tokens in the prompt or the sample are divided by, and negative ones multiplied by.
+        What positive logits of tokens in the prompt or the sample are divided by, and negative ones multiplied by;
+        0.01 to 100.
     temperature : float
         Logits are divided by it; 0 draws the most probable token.
     top_p : float
@@ -190,14 +190,17 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
+# The largest number that arrays of tokens and of parameters hold.
+_MOST = 2**31 - 1
+
 _CHECKS: dict[str, Check] = {
     "n": integer(1),
     "presence_penalty": between(-2, 2),
     "frequency_penalty": between(-2, 2),
-    "repetition_penalty": number_above(0),
+    "repetition_penalty": between(0.01, 100),
     "temperature": A_TEMPERATURE,
     "top_p": ("a number above 0 and at most 1", lambda found: is_number(found) and 0 < found <= 1),
-    "top_k": integer(-1),
+    "top_k": integer(-1, most=_MOST),
     "min_p": between(0, 1),
     "seed": integer(None, optional=True),
     "include_stop_str_in_output": A_BOOL,
@@ -225,8 +228,8 @@ def _texts(field: str, found: Any) -> tuple[str, ...]:
 
 def _token_ids(field: str, found: Any) -> tuple[int, ...]:
     ids = _items(found)
-    if ids is None or not all(is_integer(token, 0) for token in ids):
-        raise mistake(field, "integers of at least 0", found)
+    if ids is None or not all(is_integer(token, 0) and token <= _MOST for token in ids):
+        raise mistake(field, f"integers of 0 to {_MOST}", found)
     return tuple(int(token) for token in ids)
 
 

@@ -110,9 +110,9 @@ class _Sampling(_Body):
     logit_bias: dict[str, float] | None = None
     # vLLM's further fields.
     # Beyond these bounds numbers overflow in a step, which ends the engine for everybody.
-    top_k: Annotated[int, Field(lt=1 << 31)] | None = None
+    top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
