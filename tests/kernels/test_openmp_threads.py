@@ -1,7 +1,10 @@
 """Attention in torch's threads where it uses as many, and in threads of our own where it does not: the same bits."""
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +24,7 @@ def num_torch_threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def attend():
+def attention():
     """Return a function that attends over work that is worth more than one thread."""
     generator = torch.Generator().manual_seed(0)
 
@@ -36,6 +38,11 @@ def attend():
     lens = torch.full((NUM_SEQS,), LENGTH, dtype=torch.int32)
     starts = torch.arange(NUM_SEQS + 1, dtype=torch.int32)
     return lambda: paged_attention(q, k, v, table, lens, starts)
+
+
+@pytest.fixture
+def attend():
+    return attention()
 
 
 def test_attention_gives_the_same_bits_in_torchs_threads_and_in_its_own(attend, num_torch_threads):
@@ -71,3 +78,25 @@ def test_attention_ends_in_a_child_forked_after_torchs_threads_were_used(attend,
     if child == 0:
         os._exit(0 if torch.equal(attend(), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_attention_ends_in_a_child_forked_after_torch_alone_used_its_threads():
+    program = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+import {Path(__file__).stem} as here
+torch.set_num_threads(2)
+attend = here.attention()
+torch.rand(4_000_000).exp()
+child = os.fork()
+if child == 0:
+    attend()
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    environment = os.environ | {"PAGEDKV_NUM_THREADS": "2"}
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 0

@@ -52,5 +52,6 @@ pub use cache::{
 pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
 pub use error::{Error, Result};
 pub use isa::{ISA_VARIABLE, Isa};
+pub use openmp::note_process;
 pub use packed_keys::GROUP_TOKENS as PACKED_TOKENS;
 pub use view::{DType, Integer, View, are_distinct, extent};

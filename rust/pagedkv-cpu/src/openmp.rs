@@ -19,8 +19,22 @@ struct OpenMp {
     max_threads: MaxThreads,
 }
 
-/// The process that used the threads first; 0 before.
+/// The process whose threads may be used; 0 before that is known.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// Notes that this process is no child of one that used OpenMP's threads: to be said when the library is loaded, since
+/// others may use them, and fork, before we do.
+pub fn note_process() {
+    let _ = is_noted_process();
+}
+
+fn is_noted_process() -> bool {
+    let process = std::process::id();
+    match PROCESS.compare_exchange(0, process, Ordering::Relaxed, Ordering::Relaxed) {
+        Ok(_) => true,
+        Err(noted) => noted == process,
+    }
+}
 
 struct Region<'a> {
     work: &'a (dyn Fn() + Sync),
@@ -29,15 +43,15 @@ struct Region<'a> {
 
 /// Runs `work` once on each of `threads` threads of OpenMP, the calling one among them, and returns true; or returns false
 /// where no OpenMP is loaded, or its next region would have another number of threads: it would end some and start them
-/// again each time. A child that was forked from a process that used them has none of them, and waits for ever: false.
+/// again each time. A child that was forked from a process that used them has none of them, and would wait for ever: false
+/// in every child of the process that was noted.
 pub(crate) fn run(threads: usize, work: &(dyn Fn() + Sync)) -> bool {
     let Some(openmp) = find() else { return false };
     // SAFETY: the function takes nothing and may be called from any thread.
     if usize::try_from(unsafe { (openmp.max_threads)() }) != Ok(threads) {
         return false;
     }
-    let process = std::process::id();
-    if PROCESS.compare_exchange(0, process, Ordering::Relaxed, Ordering::Relaxed).is_err_and(|first| first != process) {
+    if !is_noted_process() {
         return false;
     }
     let region = Region { work, panic: Mutex::new(None) };

@@ -83,6 +83,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        pagedkv_cpu::note_process();
         crate::errors::register(module)
     }
 }
