@@ -166,7 +166,8 @@ def test_given_block_table_is_used_in_place():
     ("options", "error", "message"),
     [
         ({"dtype": "float64"}, ValueError, "dtype: expected one of float32, .*, float8_e5m2, found 'float64'"),
-        ({"device": "cuda:0"}, UnsupportedError, "device: .* cuda:0"),
+        ({"device": "mps"}, UnsupportedError, "device: expected cpu, cuda or cuda:N, found mps"),
+        ({"device": "cuda:99"}, ValueError, r"device: expected one of the \d+ GPUs that torch finds, found cuda:99"),
         ({"layout": "token"}, ValueError, "layout: expected one of block, layer, found 'token'"),
         ({"backend": "jax"}, ValueError, "backend: expected one of torch, numpy, found 'jax'"),
         ({"block_size": 0}, ValueError, "block_size: expected at least 1, found 0"),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
+from pagedkv.exceptions import InvalidArgumentError
+from pagedkv.kv_cache.checks import check_device
 from pagedkv.models.dtypes import fastest_dtype
 from pagedkv.models.gguf_file import architecture
 from pagedkv.models.gguf_llama import ARCHITECTURES, GGUFLlama
@@ -133,12 +134,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
     InvalidArgumentError
         If torch finds no such GPU.
     """
-    kind, _, index = str(device or "cpu").partition(":")
-    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
-        raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, found {device}")
-    if kind == "cuda" and int(index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidArgumentError(f"device: expected one of the {count} GPUs that torch finds, found {device}")
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
+    place = torch.device(check_device(device or "cpu"))
+    return place if place.type == "cpu" else torch.device(place.type, place.index or 0)
 
 
 def _is_at(found: torch.device, wanted: torch.device) -> bool:
