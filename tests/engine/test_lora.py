@@ -249,6 +249,27 @@ def test_lora_refuses_configurations_by_name(tiny_model, tmp_path, config, named
     check_refusal(tiny_model, LoRARequest("a", 1, folder), UnsupportedError, named)
 
 
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"lora_alpha": float("inf")}, "lora_alpha .* a finite number above 0, found inf"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern .* a finite number above 0, found 'x'"),
+        ({"alpha_pattern": {"[": 1}}, r"alpha_pattern .* regular expressions .*'\['"),
+        ({"rank_pattern": [4]}, r"rank_pattern .* numbers by pattern, found \[4\]"),
+    ],
+    ids=["alpha", "number", "pattern", "list"],
+)
+def test_lora_refuses_numbers_that_are_none_by_name(tiny_model, tmp_path, config, named):
+    folder = save_adapter(tmp_path / "a", tiny_model, ("q_proj",), **config)
+    check_refusal(tiny_model, LoRARequest("a", 1, folder), InvalidArgumentError, named)
+
+
+def test_lora_refuses_weights_that_are_not_finite(tiny_model, tmp_path):
+    made = {f"{QUERY}.lora_A.weight": torch.full((4, 64), torch.nan), f"{QUERY}.lora_B.weight": torch.ones(64, 4)}
+    folder = save_adapter(tmp_path / "a", tiny_model, ("q_proj",), tensors=made)
+    check_refusal(tiny_model, LoRARequest("a", 1, folder), InvalidArgumentError, "finite weights for .*q_proj")
+
+
 def check_refusal(model, request, error, named):
     """Check that an adapter is refused, that nothing is loaded then, and that the engine goes on."""
     with LLM(model, enable_lora=True) as llm:

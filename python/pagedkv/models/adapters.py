@@ -98,11 +98,11 @@ class Adapters:
         """
         of_token = np.repeat(adapters, num_tokens)
         self._num_tokens = len(of_token)
-        for adapter in np.unique(of_token[of_token > 0]).tolist():
-            is_own = of_token == adapter
-            rows = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own)).to(self._model.device)
-            self._parts.append(_Part(self._adapters[adapter], rows))
         try:
+            for adapter in np.unique(of_token[of_token > 0]).tolist():
+                is_own = of_token == adapter
+                rows = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own)).to(self._model.device)
+                self._parts.append(_Part(self._adapters[adapter], rows))
             yield
         finally:
             self._parts = []
@@ -135,7 +135,7 @@ class Adapters:
             raise UnsupportedError(
                 f"{_ARGUMENT}: expected linear layers, found {name}, which is a {type(module).__name__}"
             )
-        if module is getattr(self._model, "lm_head", None):
+        if module is self._model.get_output_embeddings():
             raise UnsupportedError(f"{_ARGUMENT}: expected no adapter of the output layer, found one of {name}")
         if ".experts." in name:
             raise UnsupportedError(f"{_ARGUMENT}: expected no adapter of experts, found one of {name}")

@@ -155,21 +155,34 @@ def _low_rank(module: str, matrices: dict[str, torch.Tensor], config: dict[str, 
         raise InvalidArgumentError(
             f"{_ARGUMENT}: expected rank {rank} for {module}, as adapter_config.json says, found {len(down)}"
         )
+    if not (down.isfinite().all() and up.isfinite().all()):
+        raise InvalidArgumentError(f"{_ARGUMENT}: expected finite weights for {module}, found others")
     alpha = _by_pattern(config, "alpha_pattern", "lora_alpha", module)
     return LowRank(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _by_pattern(config: dict[str, Any], patterns: str, default: str, module: str) -> Any:
     """Return a number of a layer: that of the first pattern that its name ends with, or the one of all others."""
-    for pattern, number in (config.get(patterns) or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return number
-    number = config.get(default)
-    if not isinstance(number, int | float) or number <= 0:
-        raise InvalidArgumentError(
-            f"{_ARGUMENT}: expected {default} in adapter_config.json to be positive, found {number!r}"
-        )
+    by_pattern, name, number = config.get(patterns) or {}, default, config.get(default)
+    if not isinstance(by_pattern, dict):
+        raise _no_number(patterns, "numbers by pattern", by_pattern)
+    for pattern, found in by_pattern.items():
+        try:
+            is_own = re.fullmatch(rf"(.*\.)?({pattern})", module)
+        except re.error as error:
+            raise _no_number(patterns, f"regular expressions ({error})", pattern) from None
+        if is_own:
+            name, number = patterns, found
+            break
+    if not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise _no_number(name, "a finite number above 0", number)
     return number
+
+
+def _no_number(field: str, expected: str, found: object) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{_ARGUMENT}: expected {field} in adapter_config.json to be {expected}, found {found!r}"
+    )
 
 
 def _refusal(field: str, expected: str, found: object) -> UnsupportedError:
