@@ -311,3 +311,12 @@ def test_llm_keeps_keys_and_values_in_the_dtype_of_the_model(tiny_model, dtype):
     with LLM(tiny_model.to(dtype)) as llm:
         assert f"torch.{llm.kv_cache.dtype}" == str(dtype)
         assert len(llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("reason", ["min_tokens", "bad_words"])
+def test_generate_refuses_requests_that_might_have_no_token_to_draw(llm, reason):
+    text = llm.get_tokenizer().decode([9], skip_special_tokens=False)
+    ends, word = {"stop_token_ids": [9], "min_tokens": 1}, {"bad_words": [text]}
+    params = SamplingParams(allowed_token_ids=[9], max_tokens=4, **(ends if reason == "min_tokens" else word))
+    with pytest.raises(ValueError, match="allowed_token_ids: expected a token that ends no bad word"):
+        llm.generate([[3, 4]], params, use_tqdm=False)

@@ -15,6 +15,7 @@ WRONG = [
     ("temperature", float("nan")),
     ("temperature", float("inf")),
     ("temperature", "warm"),
+    ("temperature", 1e39),
     ("top_k", -2),
     ("top_k", 1.0),
     ("top_k", 2**63),

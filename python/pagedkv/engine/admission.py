@@ -9,7 +9,7 @@ import numpy as np
 
 from pagedkv.engine.adjustments import Rules
 from pagedkv.engine.beam_search import BeamSearch, BeamSearchParams
-from pagedkv.engine.checks import check_requested_tokens, check_token_ids, mistake
+from pagedkv.engine.checks import check_drawable, check_requested_tokens, check_token_ids, mistake
 from pagedkv.engine.request import EngineRequest
 from pagedkv.engine.sample import Sample
 from pagedkv.engine.sampling_params import RequestOutputKind, SamplingParams
@@ -83,7 +83,9 @@ class Admission:
         decode = self._text.decode(skip_special_tokens=params.skip_special_tokens) if params.detokenize else None
         samples = [Sample(index, params, decode, prompt_token_ids) for index in range(params.n)]
         ends = [token for token in self._ends_of(params) if token < self._vocab_size]
-        rules = Rules.of(params, self._text.bad_words(params), ends, len(prompt_token_ids))
+        bad_words = self._text.bad_words(params)
+        check_drawable(params, bad_words, ends)
+        rules = Rules.of(params, bad_words, ends, len(prompt_token_ids))
         seed = self._seed_of(number) if params.seed is None else params.seed
         return EngineRequest(request_id, prompt, prompt_token_ids, params, samples, None, rules, seed)
 

@@ -1,8 +1,7 @@
 """What values of parameters must be, and how a mistake is told."""
 
-import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -58,8 +57,8 @@ def integer(least: int | None, *, most: int | None = None, optional: bool = Fals
 
 A_BOOL: Check = "True or False", lambda found: isinstance(found, bool)
 A_TEMPERATURE: Check = (
-    "a finite number of at least 0",
-    lambda found: is_number(found) and 0 <= found < math.inf,
+    "a number of 0 to 1e30",
+    lambda found: is_number(found) and 0 <= found <= 1e30,
 )
 
 
@@ -83,3 +82,17 @@ def check_requested_tokens(params: Any, vocab_size: int) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
             raise mistake(name, f"at most the vocabulary, {vocab_size}", getattr(params, name))
+
+
+def check_drawable(params: Any, bad_words: Sequence[Sequence[int]], ends: Iterable[int]) -> None:
+    """Refuse parameters of sampling under which there might be no token to draw.
+
+    A word that is not to be drawn counts by its last token, whatever is drawn before.
+    """
+    if params.allowed_token_ids is None:
+        return
+    last = {word[-1] for word in bad_words}
+    refused = last.union(ends) if params.min_tokens else last
+    if refused.issuperset(params.allowed_token_ids):
+        expected = "a token that ends no bad word and, because of min_tokens, no answer"
+        raise mistake("allowed_token_ids", expected, params.allowed_token_ids)

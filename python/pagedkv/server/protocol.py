@@ -109,7 +109,6 @@ class _Sampling(_Body):
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # vLLM's further fields.
-    # Beyond these bounds numbers overflow in a step, which ends the engine for everybody.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
