@@ -7,6 +7,7 @@ from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.kv_cache.checks import (
     check_apart,
     check_config,
+    check_is_there,
     check_moves,
     check_packed,
     check_place,
@@ -205,6 +206,8 @@ class KVCache:
         place = check_place(layout, backend, device)
         if packed:
             check_packed(groups, pool, place)
+        if pool is None:
+            check_is_there(place)
         self.num_blocks = num_blocks
         self.groups = groups
         self.num_layer_slots = num_layer_slots

@@ -55,23 +55,27 @@ def check_place(layout: str, backend: str, device: Any) -> str:
     """Refuse an order of memory, a library or a device that is not known; return the device's name."""
     _check_choice("layout", layout, ("block", "layer"))
     _check_choice("backend", backend, ("torch", "numpy"))
-    if (name := check_device(device)) != "cpu" and backend != "torch":
+    if (name := device_name(device)) != "cpu" and backend != "torch":
         raise UnsupportedError(f"backend: expected torch, which makes memory on {name}, found {backend}")
     return name
 
 
-def check_device(device: Any) -> str:
-    """Return the name of a device, "cpu", "cuda" or "cuda:N"; refuse others, and a GPU that is not there."""
+def device_name(device: Any) -> str:
+    """Return the name of a device, "cpu", "cuda" or "cuda:N"; refuse one of another kind."""
     kind, _, index = (name := str(device)).partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
         raise UnsupportedError(f"device: expected cpu, cuda or cuda:N, found {name}")
-    if kind == "cpu":
-        return "cpu"
+    return "cpu" if kind == "cpu" else name
+
+
+def check_is_there(device: str) -> None:
+    """Refuse a GPU that torch does not find, by its name."""
+    if device == "cpu":
+        return
     import torch
 
-    if int(index or 0) >= (count := torch.cuda.device_count()):
-        raise InvalidArgumentError(f"device: expected one of the {count} GPUs that torch finds, found {name}")
-    return name
+    if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
+        raise InvalidArgumentError(f"device: expected one of the {count} GPUs that torch finds, found {device}")
 
 
 def check_packed(groups: Sequence["CacheGroup"], pool: Any, device: str) -> None:

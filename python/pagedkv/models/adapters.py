@@ -135,7 +135,7 @@ class Adapters:
             raise UnsupportedError(
                 f"{_ARGUMENT}: expected linear layers, found {name}, which is a {type(module).__name__}"
             )
-        if module is self._model.get_output_embeddings():
+        if module is self._model.get_output_embeddings():  # type: ignore[no-untyped-call]
             raise UnsupportedError(f"{_ARGUMENT}: expected no adapter of the output layer, found one of {name}")
         if ".experts." in name:
             raise UnsupportedError(f"{_ARGUMENT}: expected no adapter of experts, found one of {name}")

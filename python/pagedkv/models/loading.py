@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pagedkv.exceptions import InvalidArgumentError
-from pagedkv.kv_cache.checks import check_device
+from pagedkv.kv_cache.checks import check_is_there, device_name
 from pagedkv.models.dtypes import fastest_dtype
 from pagedkv.models.gguf_file import architecture
 from pagedkv.models.gguf_llama import ARCHITECTURES, GGUFLlama
@@ -134,7 +134,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
     InvalidArgumentError
         If torch finds no such GPU.
     """
-    place = torch.device(check_device(device or "cpu"))
+    check_is_there(name := device_name(device or "cpu"))
+    place = torch.device(name)
     return place if place.type == "cpu" else torch.device(place.type, place.index or 0)
 
 
