@@ -175,6 +175,13 @@ def test_tokens_are_those_of_transformers_when_kernels_compute_them_that_were_lo
 
 
 @pytest.mark.usefixtures("device")
+def test_tokens_are_those_of_transformers_when_kernels_compute_decoding_that_is_captured(graphs, monkeypatch):
+    monkeypatch.setattr(stage, "LLM", lambda model, **options: open_captured(model, graphs, max_num_seqs=6, **options))
+    assert stage.check("cpu", PROMPTS, 12, **SIZES) == 0
+    assert sum(graphs.replays) > len(graphs.replays) > 0
+
+
+@pytest.mark.usefixtures("device")
 def test_model_whose_types_have_no_kernel_is_refused_by_name():
     model = stage.make_model("cpu", **SIZES)
     with pytest.raises(TypeError, match="k_cache, v_cache: expected bfloat16 or float8_e4m3fn or float8_e5m2 beside"):

@@ -65,6 +65,14 @@ def test_plan_without_room_is_refused_and_the_one_before_stays(reserved):
     assert attention._plan is before
 
 
+def test_room_that_was_made_in_inference_mode_takes_plans_outside_of_it(device):
+    attention, table = PagedAttention(4, 2, 64, 16), torch.zeros(2, 32, dtype=torch.int32)
+    with torch.inference_mode():
+        attention.reserve(table, num_seqs=2, num_tokens=2)
+        plan(attention, table, [5, 7], [0, 1, 2])
+    plan(attention, table, [6, 8], [0, 1, 2])
+
+
 def test_plan_with_a_tree_is_refused_where_room_is_reserved(reserved):
     attention, table = reserved
     mask = {"tree_mask": torch.full((8,), 1, dtype=torch.uint8), "tree_mask_start_loc": torch.tensor([0, 8, 8])}

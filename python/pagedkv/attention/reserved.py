@@ -92,8 +92,9 @@ class Reserved:
         self.room = room
         words = [_HEADER + room.few * _ITEM, _HEADER + room.many * _ITEM, _HEADER + room.merges * _MERGE]
         self._starts = np.cumsum([0, *words]).tolist()
-        # Lists of nothing, for what runs before the first plan.
-        self._arena = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        # Lists of nothing, for what runs before the first plan. Models make room in inference mode, plan outside of it.
+        with torch.inference_mode(False):
+            self._arena = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
 
     def fill(self, lists: list[Any], num_partial_rows: int) -> WorkLists:
         """Put a plan in the place of the one before, in the order of the current stream.
