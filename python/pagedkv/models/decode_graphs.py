@@ -53,27 +53,36 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(size for size in (*_SMALL, *range(_STEP, largest, _STEP)) if size < largest), largest})
 
 
-def capture_graph(run: Callable[[], torch.Tensor], device: torch.device) -> tuple[Replay, torch.Tensor]:
-    """Capture what a function launches on a GPU.
+class GraphCapture:
+    """Captures graphs that share their memory: of all of them one runs at a time."""
 
-    Parameters
-    ----------
-    run : callable
-        Launches; was called once before, so that it loads nothing new.
-    device : torch.device
-        The GPU.
+    def __init__(self) -> None:
+        self._pool: Any = None
 
-    Returns
-    -------
-    replay : callable
-        Launches it all again.
-    result : torch.Tensor
-        Where the results are after a replay.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        result = run()
-    return graph.replay, result
+    def __call__(self, run: Callable[[], torch.Tensor], device: torch.device) -> tuple[Replay, torch.Tensor]:
+        """Capture what a function launches on a GPU.
+
+        Parameters
+        ----------
+        run : callable
+            Launches; was called once before, so that it loads nothing new.
+        device : torch.device
+            The GPU.
+
+        Returns
+        -------
+        replay : callable
+            Launches it all again.
+        result : torch.Tensor
+            Where the results are after a replay, until the next one of any graph.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile.
+        with torch.cuda.device(device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
 
 
 class DecodeGraphs:
@@ -91,8 +100,8 @@ class DecodeGraphs:
         Sequences of the largest batch.
     scales : dict
         `k_scale` and `v_scale`, as for `AttentionMetadata`.
-    capture : callable
-        What makes a graph; `capture_graph` but for tests.
+    capture : callable, optional
+        What makes a graph; a `GraphCapture` but for tests.
 
     Notes
     -----
@@ -107,14 +116,14 @@ class DecodeGraphs:
         device: torch.device,
         max_num_seqs: int,
         scales: dict[str, Any],
-        capture: Capture = capture_graph,
+        capture: Capture | None = None,
     ) -> None:
         self._forward = forward
         self._kv_cache = kv_cache
         self._device = device
         self._sizes = bucket_sizes(max_num_seqs)
         self._scales = scales
-        self._capture = capture
+        self._capture = GraphCapture() if capture is None else capture
         self._buckets: dict[int, _Bucket] = {}
         # What a plan refers to may be of the largest plan before it, which had no graph perhaps.
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
