@@ -25,9 +25,9 @@ machine, pack, plan, record, runner = (
     importlib.import_module(f"gpu_check.{name}") for name in ("machine", "pack", "plan", "record", "runner")
 )
 command_line = importlib.import_module("gpu_check.__main__")
-kernels_stage, sanitizer, shapes, small_shapes, suite, vectors = (
+kernels_stage, sanitizer, shapes, small_shapes, suite, timings, vectors = (
     importlib.import_module(f"gpu_check.stages.{name}")
-    for name in ("kernels", "sanitizer", "shapes", "small_shapes", "suite", "vectors")
+    for name in ("kernels", "sanitizer", "shapes", "small_shapes", "suite", "timings", "vectors")
 )
 sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -133,6 +133,8 @@ def test_every_stage_of_the_plan_is_a_program_within_the_time_of_all(tmp_path):
         assert stage.command[:2] == (sys.executable, "-m")
         assert (ROOT / "benchmarks" / Path(*stage.command[2].split("."))).with_suffix(".py").is_file()
         assert stage.seconds < plan.SECONDS == 480
+    own = [stage.name for stage in stages].index(plan.TIMINGS) + 1
+    assert sum(stage.seconds for stage in stages[:own]) <= plan.SECONDS
 
 
 # The record
@@ -381,6 +383,7 @@ def test_suite_fails_when_a_test_fails_or_none_runs(folder_of_tests, tmp_path, m
         (0, "========= ERROR SUMMARY: 0 errors", 0),
         (0, "========= RACECHECK SUMMARY: 0 hazards displayed", 0),
         (99, "========= ERROR SUMMARY: 3 errors", 1),
+        (99, "========= Failed to initialize NVML\n========= ERROR SUMMARY: 1 error", 1),
         (1, "Traceback", 1),
         (0, "nothing was run", 1),
         (1, "========= Error: Device not supported", runner.NOT_TO_BE_HAD),
@@ -432,6 +435,55 @@ def test_timed_shape_that_is_wrong_is_found():
     batch = shapes.PagedBatch(SMALL["decode"], "cpu")
     batch.table[-1, 0] = batch.table[0, 0]  # what torch looks at, but not the plan
     assert batch.error(1) > 0.02
+
+
+@pytest.fixture
+def time_stage(monkeypatch, tmp_path):
+    """Run the stage of timings with other functions in it; return its exit status and what it wrote."""
+
+    def run(**functions):
+        defaults = {"copy_rate": lambda: [4e12], "time_ours": lambda _: [1e-3], "time_torch": lambda _: [2e-3]}
+        for name, function in (defaults | functions).items():
+            monkeypatch.setattr(timings, name, function)
+        monkeypatch.setenv(runner.RESULT_VARIABLE, str(tmp_path / "result.json"))
+        status = timings.main()
+        found = json.loads((tmp_path / "result.json").read_text())["lines"]
+        return status, {line["what"]: line for line in found}
+
+    return run
+
+
+def test_timings_are_beside_torch_and_the_copy(time_stage):
+    status, found = time_stage()
+    assert status == 0
+    ratios = {what: line["ratio"] for what, line in found.items() if line["ratio"] is not None}
+    beside = ("decode_bf16_32x4096", "decode_bf16_1x8192", "prefill_bf16_4x4096")
+    assert ratios == pytest.approx(dict.fromkeys(beside, 2))
+    assert found["decode_bf16_32x4096"]["of_limit"] == pytest.approx(timings.DECODE.bytes_moved / 1e-3 / 4e12)
+
+
+def test_timings_keep_our_figures_when_torch_fails(time_stage):
+    def fail(shape):
+        raise RuntimeError("out of memory")
+
+    status, found = time_stage(time_torch=fail)
+    assert status == 1
+    assert len(found) == 6
+    assert all(line["ours"] is not None for line in found.values())
+    assert found["decode_bf16_1x8192"]["peer_refused"] == "RuntimeError: out of memory"
+
+
+def test_timings_go_on_when_one_result_is_wrong(time_stage):
+    def ours(shape):
+        if shape == timings.DECODE:
+            raise timings.WrongResultError("off")
+        return [1e-3]
+
+    status, found = time_stage(time_ours=ours)
+    assert status == 1
+    assert found["decode_bf16_32x4096"]["refused"] == "WrongResultError: off"
+    assert found["prefill_bf16_4x4096"]["ratio"] == pytest.approx(2)
+    assert "decode_fp8_over_bf16" not in found
 
 
 def test_timed_shapes_count_bytes_and_operations():

@@ -65,6 +65,7 @@ class Decoding:
 def captured(decoding: Decoding) -> Callable[[], Any]:
     """Return what replays a graph of all layers."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         decoding.run()
     torch.cuda.synchronize()

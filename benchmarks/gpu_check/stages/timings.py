@@ -7,7 +7,10 @@ its keys there. What is reported is the time of a replay by the number of its ru
 import gc
 import statistics
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from gpu_check.runner import write_result
 from gpu_check.stages.shapes import PagedBatch, Shape
 
 REPLAYS = 30
+WARM_UP_SECONDS = 0.3  # until the clock has risen
 COPY_BYTES = 1 << 30
 LARGEST_ERROR = 0.02
 
@@ -33,6 +37,7 @@ class WrongResultError(Exception):
 def time_runs(run: Callable[[int], object], num_runs: int, replays: int = REPLAYS) -> list[float]:
     """Return the seconds of a run, once for each replay of a graph that holds all of them."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for number in range(num_runs):  # before it is captured: kernels are loaded, memory is taken
             run(number)
@@ -41,17 +46,19 @@ def time_runs(run: Callable[[int], object], num_runs: int, replays: int = REPLAY
     with torch.cuda.graph(graph):
         for number in range(num_runs):
             run(number)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_UP_SECONDS:
         graph.replay()
-    seconds = []
-    for _ in range(replays):
+        torch.cuda.synchronize()
+    # All are launched before the first one is waited for, so that the device is never idle between two of them.
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
+    graph.replay()
+    for begin, end in pairs:
         begin.record()
         graph.replay()
         end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3 / num_runs)
-    return seconds
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 / num_runs for begin, end in pairs]
 
 
 def copy_rate() -> list[float]:
@@ -88,68 +95,94 @@ def measured(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def measure(report: lines.Report) -> None:
-    """Add all lines to a report."""
-    copy = measured(copy_rate)
-    limit = statistics.median(copy)
-    report.add("device_copy", "GB/s", [rate / 1e9 for rate in copy], better="higher")
+def attempted(function: Callable[..., list[float]], *arguments: Any) -> tuple[list[float] | None, str]:
+    """Call a function as `measured` does; return None, and why, where it fails."""
+    try:
+        return measured(function, *arguments), ""
+    except Exception as error:
+        traceback.print_exc()
+        return None, f"{type(error).__name__}: {error}"
 
-    decode, decode_torch = measured(time_ours, DECODE), measured(time_torch, DECODE)
-    report.add(
-        "decode_bf16_32x4096",
-        "GB/s",
-        [DECODE.bytes_moved / seconds / 1e9 for seconds in decode],
-        better="higher",
-        peer=[DECODE.bytes_moved / seconds / 1e9 for seconds in decode_torch],
-        peer_name="torch SDPA",
-        limit=limit / 1e9,
-        limit_name="device copy",
-        kv_bytes=DECODE.kv_bytes,
-        us=statistics.median(decode) * 1e6,
-    )
-    fp8 = measured(time_ours, DECODE_FP8)
-    report.add(
+
+@dataclass(frozen=True)
+class Timed:
+    """A line: a shape, and its figure by the seconds of a run."""
+
+    what: str
+    unit: str
+    shape: Shape
+    figure: Callable[[float], float]
+    better: lines.Better
+    of_copy: bool = False
+    beside_torch: bool = True
+
+
+TIMED = (
+    Timed("decode_bf16_32x4096", "GB/s", DECODE, lambda s: DECODE.bytes_moved / s / 1e9, "higher", of_copy=True),
+    Timed(
         "decode_fp8_32x4096",
         "GB/s",
-        [DECODE_FP8.bytes_moved / seconds / 1e9 for seconds in fp8],
-        better="higher",
-        limit=limit / 1e9,
-        limit_name="device copy",
-        kv_bytes=DECODE_FP8.kv_bytes,
-        us=statistics.median(fp8) * 1e6,
-    )
-    report.add("decode_fp8_over_bf16", "x", statistics.median(decode) / statistics.median(fp8), better="higher")
+        DECODE_FP8,
+        lambda s: DECODE_FP8.bytes_moved / s / 1e9,
+        "higher",
+        of_copy=True,
+        beside_torch=False,
+    ),
+    Timed("decode_bf16_1x8192", "us", LONG, lambda s: s * 1e6, "lower"),
+    Timed("prefill_bf16_4x4096", "TFLOP/s", PREFILL, lambda s: PREFILL.flops / s / 1e12, "higher"),
+)
 
-    long, long_torch = measured(time_ours, LONG), measured(time_torch, LONG)
-    report.add(
-        "decode_bf16_1x8192",
-        "us",
-        [seconds * 1e6 for seconds in long],
-        better="lower",
-        peer=[seconds * 1e6 for seconds in long_torch],
-        peer_name="torch SDPA",
-        kv_bytes=LONG.kv_bytes,
-    )
-    prefill, prefill_torch = measured(time_ours, PREFILL), measured(time_torch, PREFILL)
-    report.add(
-        "prefill_bf16_4x4096",
-        "TFLOP/s",
-        [PREFILL.flops / seconds / 1e12 for seconds in prefill],
-        better="higher",
-        peer=[PREFILL.flops / seconds / 1e12 for seconds in prefill_torch],
-        peer_name="torch SDPA",
-        us=statistics.median(prefill) * 1e6,
-    )
+
+def add_line(report: lines.Report, timed: Timed, copy: list[float] | None) -> tuple[float | None, bool]:
+    """Add a line, ours before torch is timed; return our seconds, if any, and whether nothing failed."""
+    seconds, reason = attempted(time_ours, timed.shape)
+    if seconds is None:
+        report.refuse(timed.what, timed.unit, reason, better=timed.better)
+        return None, False
+    median = statistics.median(seconds)
+    fields: dict[str, Any] = {"kv_bytes": timed.shape.kv_bytes, "us": median * 1e6}
+    if timed.of_copy and copy is not None:
+        fields |= {"limit": statistics.median(copy) / 1e9, "limit_name": "device copy"}
+    ours = [timed.figure(each) for each in seconds]
+    line = report.add(timed.what, timed.unit, ours, better=timed.better, **fields)
+    write_result(lines=report.lines)  # even if torch takes the process down
+    if not timed.beside_torch:
+        return median, True
+    of_torch, reason = attempted(time_torch, timed.shape)
+    if of_torch is None:
+        line["peer_refused"] = reason
+        return median, False
+    peer = statistics.median(timed.figure(each) for each in of_torch)
+    ratio = lines.times_better(line["ours"], peer, timed.better)
+    line |= {"peer": peer, "peer_name": "torch SDPA", "ratio": ratio}
+    return median, True
+
+
+def measure(report: lines.Report) -> bool:
+    """Add all lines to a report; return whether nothing failed."""
+    copy, reason = attempted(copy_rate)
+    if copy is None:
+        report.refuse("device_copy", "GB/s", reason, better="higher")
+    else:
+        report.add("device_copy", "GB/s", [rate / 1e9 for rate in copy], better="higher")
+    outcomes, medians = [copy is not None], {}
+    for timed in TIMED:
+        medians[timed.what], is_good = add_line(report, timed, copy)
+        outcomes.append(is_good)
+    bf16, fp8 = medians["decode_bf16_32x4096"], medians["decode_fp8_32x4096"]
+    if bf16 is not None and fp8 is not None:
+        report.add("decode_fp8_over_bf16", "x", bf16 / fp8, better="higher")
+    return all(outcomes)
 
 
 def main() -> int:
     """Measure, and write what there is even where the rest fails."""
     report = lines.Report("gpu_check")
     try:
-        measure(report)
+        is_good = measure(report)
     finally:
         write_result(lines=report.lines)
-    return 0
+    return int(not is_good)
 
 
 if __name__ == "__main__":
