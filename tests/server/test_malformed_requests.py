@@ -104,6 +104,8 @@ MALFORMED = [
     (COMPLETIONS, b'{"prompt": "a", "top_p": 1e999}', 400, "top_p"),
     (COMPLETIONS, b'{"prompt": "a", "logit_bias": {"1": NaN}}', 400, "logit_bias"),
     (COMPLETIONS, completion(top_k=2**70), 400, "top_k"),
+    (COMPLETIONS, completion(logit_bias={"1" * 5000: 1}), 400, "logit_bias"),
+    (COMPLETIONS, completion(allowed_token_ids=[9], stop_token_ids=[9], min_tokens=1), 400, "allowed_token_ids"),
     (COMPLETIONS, completion(repetition_penalty=1e-300), 400, "repetition_penalty"),
     (COMPLETIONS, completion(repetition_penalty=1e300), 400, "repetition_penalty"),
     (COMPLETIONS, completion(min_tokens=2**70), 400, "min_tokens"),

@@ -318,7 +318,9 @@ class LLMEngine:
 
     def remove_lora(self, lora_id: int) -> bool:
         """Drop an adapter that no request runs with, and its cached prefixes; return whether it was loaded."""
-        if self._open_loop().runs_adapter(lora_id):
+        loop = self._open_loop()
+        # 0 is what requests without an adapter run with.
+        if lora_id > 0 and loop.runs_adapter(lora_id):
             raise StateError(f"lora_id: expected an adapter that no request runs with, found {lora_id}")
         return self._adapters.remove(lora_id)
 

@@ -294,6 +294,7 @@ class DetokenizeRequest(_Body):
 
 
 def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise APIError(400, f"logit_bias: expected token ids as keys, found {text!r}", "logit_bias")
+    # Python reads no more digits than some thousands, and no token has more than ten.
+    if not (text.isascii() and text.isdigit() and len(text) <= 10):
+        raise APIError(400, f"logit_bias: expected token ids as keys, found {short(text)}", "logit_bias")
     return int(text)
