@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from pagedkv.attention import cpu, cuda
-from pagedkv.attention.cpu import instruction_sets
+from pagedkv import _core
+from pagedkv.attention import cuda
 from pagedkv.attention.cuda import load_kernels
 from pagedkv.attention.planned import PagedAttention
 from pagedkv.kv_cache.device import runs_kernels
+from pagedkv.kv_cache.memory import make_like
 
 __all__ = ["PagedAttention", "instruction_sets", "load_kernels", "merge_states", "paged_attention"]
 
@@ -128,15 +129,20 @@ def paged_attention(
     >>> out.shape, float(out.max())
     ((1, 2, 8), 1.0)
     """
-    backend = cuda if runs_kernels(q) else cpu
-    return backend.paged_attention(
+    if out is None:
+        out = make_like("out", q)
+    lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
+    backend = cuda if runs_kernels(q) else _core
+    backend.paged_attention(
         q,
         k_cache,
         v_cache,
         block_table,
         seq_lens,
         query_start_loc,
-        rows,
+        out,
+        rows=rows,
+        lse=lse,
         softmax_scale=softmax_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -146,9 +152,8 @@ def paged_attention(
         v_scale=v_scale,
         tree_mask=tree_mask,
         tree_mask_start_loc=tree_mask_start_loc,
-        out=out,
-        return_lse=return_lse,
     )
+    return (out, lse) if return_lse else out
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
@@ -180,5 +185,25 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
     >>> float(out.max()), round(float(both[0, 0]), 6)
     (2.0, 0.693147)
     """
-    backend = cuda if runs_kernels(out_a) else cpu
-    return backend.merge_states(out_a, lse_a, out_b, lse_b)
+    out, lse = make_like("out_a", out_a), make_like("lse_a", lse_a)
+    backend = cuda if runs_kernels(out_a) else _core
+    backend.merge_states(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse
+
+
+def instruction_sets() -> list[str]:
+    """Return the names of the instruction sets that this processor has and attention can use, the best one last.
+
+    The environment variable `PAGEDKV_CPU_ISA` forces one of them.
+
+    Returns
+    -------
+    list of str
+        Of ``scalar``, ``avx2``, ``avx512`` and ``avx512_bf16``.
+
+    Examples
+    --------
+    >>> instruction_sets()[0]
+    'scalar'
+    """
+    return _core.instruction_sets()

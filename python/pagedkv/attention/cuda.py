@@ -25,7 +25,6 @@ from pagedkv.kernels.paged_attention import (
 )
 from pagedkv.kernels.variants import check_pair, head_dim_class, variants_of
 from pagedkv.kv_cache.device import as_tensor, on_host, optional_tensor, uploaded
-from pagedkv.kv_cache.memory import make_like
 
 if TYPE_CHECKING:
     import torch
@@ -283,21 +282,16 @@ def paged_attention(
     block_table: Any,
     seq_lens: Any,
     query_start_loc: Any,
-    rows: Any,
+    out: Any,
     *,
-    softmax_scale: float | None,
+    rows: Any,
+    lse: Any,
     sliding_window: int | None,
-    soft_cap: float | None,
-    alibi_slopes: Any,
-    sinks: Any,
-    k_scale: Any,
-    v_scale: Any,
     tree_mask: Any,
     tree_mask_start_loc: Any,
-    out: Any,
-    return_lse: bool,
-) -> Any:
-    """Plan and compute attention; see `pagedkv.paged_attention`."""
+    **of_layer: Any,
+) -> None:
+    """Plan and compute attention, as `_core.paged_attention` does on the CPU."""
     queries, cache = as_tensor("q", q), as_tensor("k_cache", k_cache)
     if queries.ndim != 3:
         found = tuple(queries.shape)
@@ -315,20 +309,10 @@ def paged_attention(
         tree_mask=tree_mask,
         tree_mask_start_loc=tree_mask_start_loc,
     )
-    if out is None:
-        out = make_like("out", q)
-    lse = make_like("lse", out, out.shape[:2], "float32") if return_lse else None
-    plan.run(q, k_cache, v_cache, out, lse, softmax_scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale)
-    return (out, lse) if return_lse else out
+    plan.run(q, k_cache, v_cache, out, lse, **of_layer)
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
-    """Join two results; see `pagedkv.attention.merge_states`."""
-    import torch
-
-    state_a = as_tensor("out_a", out_a), as_tensor("lse_a", lse_a)
-    state_b = as_tensor("out_b", out_b), as_tensor("lse_b", lse_b)
-    out = torch.empty(state_a[0].shape, dtype=state_a[0].dtype, device=state_a[0].device)
-    lse = torch.empty(state_a[1].shape, dtype=state_a[1].dtype, device=state_a[1].device)
-    _merge_states(*state_a, *state_b, out, lse)
-    return out, lse
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
+    """Join two results, as `_core.merge_states` does on the CPU."""
+    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b, "out": out, "lse": lse}
+    _merge_states(*(as_tensor(name, array) for name, array in arrays.items()))
