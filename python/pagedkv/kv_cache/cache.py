@@ -17,10 +17,11 @@ from pagedkv.kv_cache.checks import (
     size,
 )
 from pagedkv.kv_cache.device import runs_kernels
-from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers, view_array, view_tensor
+from pagedkv.kv_cache.groups import CacheGroup, OfEveryGroup, groups_of, place_layers
 from pagedkv.kv_cache.host import HostTier
 from pagedkv.kv_cache.memory import make_blocks, make_pool, make_table
 from pagedkv.kv_cache.ops import append_kv, copy_blocks, gather_kv, move_kv, update_block_table
+from pagedkv.kv_cache.views import PoolViews
 
 _Found = TypeVar("_Found")
 
@@ -215,41 +216,23 @@ class KVCache:
         self.packed = packed
         self._backend = backend
         shape = (num_blocks, num_layer_slots, *groups[0].slot_shape)
-        self._memory = make_pool(backend, shape, groups[0].dtype, layout, place) if pool is None else pool
-        natural = import_memory("pool", self._memory, shape, groups[0].dtype)
-        self._pool = natural.packed() if packed else natural
-        place = "cpu" if natural.device.startswith("cpu") else natural.device
+        memory = make_pool(backend, shape, groups[0].dtype, layout, place) if pool is None else pool
+        self._pool = PoolViews(memory, shape, groups, self._places, packed=packed)
+        place = self._pool.device
         table_shape = (len(groups), *table_sizes)
         self.block_table = make_table(backend, table_shape, place) if block_table is None else block_table
         self._block_table = import_memory("block_table", self.block_table, table_shape, "int32")
-        check_apart("block_table", self._block_table, "pool", self._pool)
+        check_apart("block_table", self._block_table, "pool", self._pool.tensor)
         self._tables = [self._block_table.select(0, number) for number in range(len(groups))]
-        views = [view_tensor(natural, group) for group in self.groups]
-        self._views = [view.packed() for view in views] if packed else views
-        self._tensors, self._layers = self._view_layers()
-        # What operations are handed: kernels are launched on arrays, the CPU takes what it need not import again.
-        self._operands: dict[int, tuple[Any, Any]] = self._tensors if place == "cpu" else self._layers
-        self._whole: Any = self._pool if place == "cpu" else self._memory
         self.host_blocks = integer("host_blocks", host_blocks)
         if self.host_blocks < 0:
             raise InvalidArgumentError(f"host_blocks: expected at least 0, found {host_blocks}")
-        self._host = (
-            HostTier(self.host_blocks, shape[1:], groups[0].dtype, layout, backend, packed=packed, device=place)
-            if self.host_blocks
-            else None
-        )
-        if self._host is not None and place != "cpu":
-            self._host.outlive(self._memory)
-
-    def _view_layers(self) -> tuple[dict[int, tuple[_core.Tensor, _core.Tensor]], dict[int, tuple[Any, Any]]]:
-        tensors, arrays = {}, {}
-        sliceable = [view_array(self._memory, self.groups[0], group) for group in self.groups]
-        for layer, (group, slot) in self._places.items():
-            both = self._views[group].select(1, slot)
-            tensors[layer] = (both.select(1, 0), both.select(1, 1))
-            array = sliceable[group]
-            arrays[layer] = tensors[layer] if array is None else (array[:, slot, 0], array[:, slot, 1])
-        return tensors, arrays
+        self._host: HostTier | None = None
+        if self.host_blocks:
+            sizes = (self.host_blocks, shape[1:], groups[0].dtype)
+            self._host = HostTier(*sizes, layout, backend, packed=packed, device=place)
+            if place != "cpu":
+                self._host.outlive(memory)
 
     @property
     def num_layers(self) -> int:
@@ -269,18 +252,18 @@ class KVCache:
     @property
     def device(self) -> str:
         """Where the memory lies."""
-        return self._pool.device
+        return self._pool.tensor.device
 
     @property
     def pool(self) -> Any:
         """The whole memory, in the library that made it and as the first group sees it."""
         self._refuse_packed("pool", "pool_tensor")
-        return self._memory
+        return self._pool.array
 
     @property
     def pool_tensor(self) -> _core.Tensor:
         """The whole memory as an imported tensor, which knows the element type and whether keys are packed."""
-        return self._pool
+        return self._pool.tensor
 
     def layer(self, layer: int) -> tuple[Any, Any]:
         """Return the keys and the values of a layer, as views.
@@ -302,7 +285,7 @@ class KVCache:
             If keys are packed: no strides say where their elements lie. Operations take `layer_tensors` then.
         """
         self._refuse_packed("layer", "layer_tensors")
-        return self._find(self._layers, layer)
+        return self._find(self._pool.layers, layer)
 
     def layer_tensors(self, layer: int) -> tuple[_core.Tensor, _core.Tensor]:
         """Return the keys and the values of a layer as imported tensors.
@@ -320,7 +303,7 @@ class KVCache:
         k_cache, v_cache : Tensor, shape (num_blocks, num_kv_heads, block_size, head_dim)
             Views of the pool. Packed keys can be given to operations, and to nothing else.
         """
-        return self._find(self._tensors, layer)
+        return self._find(self._pool.tensors, layer)
 
     def group_of(self, layer: int) -> int:
         """Return the cache group of a layer: its row of `block_table` and of a plan's `slot_mapping`.
@@ -380,9 +363,9 @@ class KVCache:
         if len(plan.slot_moves):
             self.move_kv(plan.slot_moves)
         if swaps and self._host is not None:
-            self._host.start(plan, self._whole)
+            self._host.start(plan, self._pool.whole)
         if len(plan.copies):
-            copy_blocks(self._whole, plan.copies)
+            copy_blocks(self._pool.whole, plan.copies)
 
     @property
     def host_pool(self) -> Any:
@@ -427,7 +410,7 @@ class KVCache:
             What keys and values are divided by before they are rounded to FP8, for all KV heads or each; attention
             needs the same. Only for a layer that is FP8.
         """
-        append_kv(k, v, *self._find(self._operands, layer), slot_mapping, k_scale=k_scale, v_scale=v_scale)
+        append_kv(k, v, *self._find(self._pool.operands, layer), slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
     def copy_blocks(self, pairs: Any) -> None:
         """Copy whole blocks over all layers.
@@ -437,7 +420,7 @@ class KVCache:
         pairs : array, shape (k, 2), int32
             Source and destination blocks. A destination comes once and is no source.
         """
-        copy_blocks(self._whole, pairs)
+        copy_blocks(self._pool.whole, pairs)
 
     def move_kv(self, slot_moves: Any) -> None:
         """Move single tokens over all layers of their groups.
@@ -448,7 +431,7 @@ class KVCache:
             Cache group, source slot and destination slot. All sources of a group are read before any destination is
             written; groups share no block.
         """
-        for number, view in enumerate(self._views):
+        for number, view in enumerate(self._pool.groups):
             move_kv(view, slot_moves, number)
 
     def gather_kv(
@@ -483,7 +466,7 @@ class KVCache:
             chosen as backend. Tokens whose block has left the layer's window come from the null block, which holds
             nothing of meaning.
         """
-        caches = self._find(self._operands, layer)
+        caches = self._find(self._pool.operands, layer)
         number = self.group_of(layer)
         table, scales = self._tables[number], {"k_scale": k_scale, "v_scale": v_scale}
         if out is not None or runs_kernels(caches[0]):
