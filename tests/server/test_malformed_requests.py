@@ -142,6 +142,7 @@ MALFORMED = [
     ("/tokenize", {"messages": SAY, "chat_template_kwargs": {"unknown": 1}}, 400, "chat_template_kwargs"),
     ("/tokenize", {"messages": SAY, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
     ("/tokenize", {"messages": SAY, "continue_final_message": True}, 400, "continue_final_message"),
+    ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, 400, "add_generation_prompt"),
     ("/detokenize", {}, 400, "tokens"),
     ("/detokenize", {"tokens": [300]}, 400, "tokens"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),

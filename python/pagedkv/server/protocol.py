@@ -283,6 +283,10 @@ class TokenizeRequest(_Conversation):
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise APIError(400, "prompt: expected either it or messages", "prompt")
+        given = _Conversation.model_fields.keys() & self.model_fields_set
+        if self.prompt is not None and given:
+            name = min(given)
+            raise APIError(400, f"{name}: expected nothing beside prompt, which no template writes", name)
         return self
 
 
