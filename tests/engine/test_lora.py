@@ -309,6 +309,18 @@ def test_lora_refuses_tensors_by_name(tiny_model, tmp_path, tensors, error, name
     check_refusal(tiny_model, LoRARequest("a", 1, folder), error, named)
 
 
+def test_adapter_of_a_request_that_is_refused_is_not_left_behind(tiny_model, adapter):
+    request = LoRARequest("kept", 1, adapter.lora_path)
+    with LLM(tiny_model, enable_lora=True, max_model_len=32) as llm:
+        with pytest.raises(ValueError, match="prompt"):
+            llm.generate([5] * 40, GREEDY, use_tqdm=False, lora_request=request)
+        assert llm.llm_engine.list_loras() == set()
+        llm.llm_engine.add_lora(request)
+        with pytest.raises(ValueError, match="prompt"):
+            llm.generate([5] * 40, GREEDY, use_tqdm=False, lora_request=request)
+        assert llm.llm_engine.list_loras() == {1}
+
+
 def test_lora_refuses_folders_that_are_none(tiny_model, tmp_path):
     check_refusal(tiny_model, LoRARequest("a", 1, tmp_path / "none"), InvalidArgumentError, "adapter_config.json")
     folder = save_adapter(tmp_path / "a", tiny_model, ("q_proj",))

@@ -1,14 +1,50 @@
 """How many blocks a cache gets."""
 
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from pagedkv.config import CacheConfig, SchedulerConfig
+from pagedkv.config import CacheConfig, GroupSpec, SchedulerConfig, choose_layer_slots
 from pagedkv.exceptions import InvalidArgumentError
 from pagedkv.planning.layers import blocks_per_sequence
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+def choose_cache(
+    make_config: Callable[..., CacheConfig],
+    groups: Sequence[GroupSpec],
+    limits: SchedulerConfig,
+    num_blocks: int | None,
+    kv_cache_memory_bytes: int | None,
+    host_blocks: int | None,
+) -> CacheConfig:
+    """Return the configuration of a cache: how many blocks it has, and how many more in host memory.
+
+    Parameters
+    ----------
+    make_config : callable
+        `CacheConfig` with all that the groups and the numbers of blocks do not decide.
+    groups : sequence of GroupSpec
+        The cache groups of the model.
+    limits : SchedulerConfig
+        Longest sequence, most sequences and tokens at a time, and what is done with those that are preempted.
+    num_blocks, kv_cache_memory_bytes, host_blocks : int or None
+        As for `LLMEngine`.
+
+    Returns
+    -------
+    CacheConfig
+        The configuration.
+    """
+    make_config = partial(make_config, groups=groups, num_layer_slots=choose_layer_slots(groups))
+    # Two blocks are the fewest that a configuration takes.
+    num_blocks = choose_num_blocks(make_config(2), limits, num_blocks, kv_cache_memory_bytes)
+    if host_blocks is None:
+        host_blocks = num_blocks if limits.preemption_mode == "swap" else 0
+    return make_config(num_blocks, num_host_blocks=host_blocks)
 
 
 def choose_num_blocks(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from pagedkv.config import CacheConfig, choose_layer_slots
-from pagedkv.engine.cache_size import choose_num_blocks
+from pagedkv.config import CacheConfig
+from pagedkv.engine.cache_size import choose_cache
 from pagedkv.engine.loop import EngineLoop, StepEvent
 from pagedkv.engine.lora import LoadedAdapters, LoRARequest
 from pagedkv.engine.options import scheduler_limits
@@ -174,18 +174,8 @@ class LLMEngine:
             lookahead=0 if lookup is None else lookup.num_speculative_tokens,
         )
         groups = paged.cache_groups(self._limits.max_model_len)
-        make_config = partial(
-            CacheConfig,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            groups=groups,
-            num_layer_slots=choose_layer_slots(groups),
-        )
-        # Two blocks are the fewest that a configuration takes.
-        num_blocks = choose_num_blocks(make_config(2), self._limits, num_blocks, kv_cache_memory_bytes)
-        if host_blocks is None:
-            host_blocks = num_blocks if preemption_mode == "swap" else 0
-        config = make_config(num_blocks, num_host_blocks=host_blocks)
+        make_config = partial(CacheConfig, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        config = choose_cache(make_config, groups, self._limits, num_blocks, kv_cache_memory_bytes, host_blocks)
         self._scheduler = Scheduler(config, self._limits)
         kv_cache = KVCache.from_config(config, self._limits, device=str(paged.device), packed=packed_keys)
         self._kv_cache: KVCache | None = kv_cache
@@ -306,8 +296,8 @@ class LLMEngine:
         read = prompt if isinstance(prompt, Prompt) else read_prompt(prompt, self._text.tokenizer)
         token_ids = self._truncated(read.token_ids, params)
         options: dict[str, Any] = {"priority": priority, "tenant": tenant, "cache_salt": read.cache_salt}
-        options["lora_id"] = None if lora_request is None else self._adapters.load(lora_request)
-        loop.add_request(request_id, token_ids, params, read.text, **options)
+        with self._adapters.loaded(lora_request) as options["lora_id"]:
+            loop.add_request(request_id, token_ids, params, read.text, **options)
         if self._trace is not None:
             self._trace.added(request_id, token_ids, params, **options)
 

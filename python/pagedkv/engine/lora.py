@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from pagedkv.models.adapters import Adapters
 from pagedkv.models.lora_files import read_adapter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
     from pagedkv.scheduling import Scheduler
@@ -46,7 +49,7 @@ class LoRARequest:
 
 _CHECKS: dict[str, Check] = {
     "lora_name": ("a text that is not empty", lambda found: isinstance(found, str) and found != ""),
-    "lora_int_id": integer(1),
+    "lora_int_id": integer(1, most=2**63 - 1),
     "lora_path": ("a folder", lambda found: isinstance(found, str | PathLike) and fspath(found) != ""),
 }
 
@@ -83,6 +86,21 @@ class LoadedAdapters:
                 f"lora_request: expected {known}, which is loaded by that number, found {request}"
             )
         return number
+
+    @contextmanager
+    def loaded(self, request: LoRARequest | None) -> Iterator[int | None]:
+        """Load what a request needs, for as long as it is there: an error within takes what was loaded away again."""
+        if request is None:
+            yield None
+            return
+        before = self.numbers()
+        number = self.load(request)
+        try:
+            yield number
+        except BaseException:
+            if number not in before:
+                self.remove(number)
+            raise
 
     def remove(self, number: int) -> bool:
         """Drop an adapter that no request runs with, and its cached prefixes; return whether there was one."""
