@@ -107,9 +107,12 @@ class Peer:
         command = [environment / "bin" / "python", script, self._folder.name, dtype]
         self._program = Program(command, os.environ | threads)
         self.name = self._program.read("its start")["peer"]
+        self._program.rest()
 
     def run(self, work: Work) -> float:
-        return self._program.ask(work.job)["tokens_per_second"]
+        answer = self._program.ask(work.job)
+        self._program.rest()
+        return answer["tokens_per_second"]
 
     def close(self) -> None:
         self._program.close()

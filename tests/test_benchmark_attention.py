@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,25 @@ def test_program_answers_line_by_line_and_its_end_is_an_error():
     with pytest.raises(RuntimeError, match="ended at 'x', with exit status 1"):
         asked.ask("x")
     asked.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs Linux, which tells the state of a process")
+def test_program_is_suspended_until_it_is_asked_again():
+    code = "import json, os, sys\nfor line in sys.stdin:\n    print(json.dumps({'pid': os.getpid()}), flush=True)"
+    asked = program.Program([sys.executable, "-c", code])
+    stat = Path(f"/proc/{asked.ask('')['pid']}/stat")
+
+    def state():
+        return stat.read_text().rpartition(")")[2].split()[0]
+
+    asked.rest()
+    while state() in "RS":
+        time.sleep(0.01)
+    assert state() == "T"
+    assert asked.ask("")["pid"] == int(stat.parent.name)
+    asked.rest()
+    asked.close()
+    assert not stat.exists()
 
 
 def test_page_size_is_that_of_most_of_a_mapping():
