@@ -21,7 +21,7 @@ SIZES = {
     "head_dim": 32,
     "vocab_size": 512,
 }
-PROMPTS = (1, 5, 33, 40)
+PROMPTS = (13, 30, 31, 47)
 
 
 @pytest.fixture
@@ -33,9 +33,10 @@ def result(tmp_path, monkeypatch):
 def test_engine_stage_passes_when_tokens_are_those_of_transformers(result):
     assert stage.check("cpu", PROMPTS, 12, **SIZES) == 0
     found = json.loads(result.read_text())
-    assert found["wrong"] == {"cold": [], "warm": []}
+    assert found["wrong"] == {"cold": [], "warm": [], "swapped": []}
     assert found["compared"] > 0.5
     assert found["cached_tokens"] > 0
+    assert found["swapped_blocks"] > 0
 
 
 def test_engine_stage_fails_when_the_cache_holds_something_else(result, monkeypatch):

@@ -1,11 +1,13 @@
 """Fixtures of kernel tests: backends, caches and batches."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from backends import CUDA, CUDA_KERNELS, GPU_KERNELS, Cpu, CudaOnHost, backends, lacks
 from batches import assert_matches_oracle, make_batch, make_pairs, make_pool, pack
+from host_device import HostDevice
 from on_gpu import CudaOnGpu
 
 from pagedkv.attention import instruction_sets
@@ -39,6 +41,14 @@ def backend(request, monkeypatch):
 def operations(request):
     """Return each backend of the cache operations."""
     return {CUDA: CudaOnHost, "gpu": CudaOnGpu}.get(request.param, Cpu)()
+
+
+@pytest.fixture(params=backends([], [CUDA], ["gpu"]))
+def place(request):
+    """Return where operations are launched, and the name of the device there."""
+    if request.param == "gpu":
+        return contextlib.nullcontext(), "cuda"
+    return HostDevice().in_place_of_gpu(), "cpu"
 
 
 @pytest.fixture

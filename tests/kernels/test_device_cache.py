@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from host_device import HostDevice, missing_tools
+from host_device import HostDevice
 from recorder import Recorder
 
 from pagedkv import KVCache
@@ -14,7 +14,6 @@ from pagedkv.exceptions import StateError, UnsupportedError
 from pagedkv.kv_cache import append_kv
 from pagedkv.kv_cache.transfers import SideStream
 
-pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_tools()))
 SIZES = (6, 4, 2, 2, 8)
 
 
@@ -43,32 +42,47 @@ STEP = plan(
 )
 
 
-def cache_after(step, layout="block", dtype="bfloat16"):
+def cache_after(step, layout="block", dtype="bfloat16", device="cpu"):
     """Return a cache full of numbers after a step."""
-    cache = KVCache(*SIZES, dtype, max_num_seqs=2, max_blocks_per_seq=3, layout=layout, host_blocks=2)
+    options = {"layout": layout, "host_blocks": 2, "device": device}
+    cache = KVCache(*SIZES, dtype, max_num_seqs=2, max_blocks_per_seq=3, **options)
     torch.manual_seed(0)
     cache.pool.copy_(torch.randn(cache.pool.shape))
     cache.host_pool.zero_()
-    k, v = torch.randn(2, 2, 2, 8).to(cache.pool.dtype)
+    k, v = torch.randn(2, 2, 2, 8).to(cache.pool.device, cache.pool.dtype)
     cache.append_kv(1, k, v, np.array([23, -1], np.int64))
     cache.apply(step)
     return cache
 
 
+def ended(cache, transfers):
+    """Return which transfers have ended when all that was asked for is done."""
+    if cache.pool.is_cuda:
+        torch.cuda.synchronize()
+    return cache.finished_transfers(np.array(transfers, np.int64)).tolist()
+
+
 @pytest.mark.parametrize("layout", ["block", "layer"])
-def test_step_does_the_same_as_on_the_cpu(layout):
+def test_step_does_the_same_as_on_the_cpu(layout, place):
     want = cache_after(STEP, layout)
     gathered = want.gather_kv(1, np.array([3, 12], np.int32))
-    device = HostDevice()
-    with device.in_place_of_gpu():
-        found = cache_after(STEP, layout)
+    launching, device = place
+    with launching:
+        found = cache_after(STEP, layout, device=device)
         on_device = found.gather_kv(1, np.array([3, 12], np.int32))
-    assert torch.equal(found.pool, want.pool)
+    assert ended(found, [1, 2, 3, 4]) == [1, 2, 3]
+    assert torch.equal(found.pool.cpu(), want.pool)
     assert torch.equal(found.host_pool, want.host_pool)
-    assert torch.equal(found.block_table, want.block_table)
+    assert torch.equal(found.block_table.cpu(), want.block_table)
     assert found.block_table[0, 1, 2] == 4
     for one, other in zip(on_device, gathered, strict=True):
-        assert torch.equal(one, other)
+        assert torch.equal(one.cpu(), other)
+
+
+def test_step_launches_a_kernel_for_each_thing_that_it_asks():
+    device = HostDevice()
+    with device.in_place_of_gpu():
+        cache_after(STEP).gather_kv(1, np.array([3, 12], np.int32))
     assert [kernel for kernel, _ in device.launched] == ["append_kv", "move_kv", "copy_blocks", "gather_kv"]
 
 

@@ -14,11 +14,16 @@ SEQUENCES = [(33, 1), (20, 20), (70, 3)]
 LAYOUTS = ["block", "layer"]
 
 
+def planned(batch, device="cpu"):
+    """Return the plan of a batch of the fixture's shape."""
+    attention = PagedAttention(4, 2, 64, 16)
+    attention.plan(batch.block_table.to(device), batch.seq_lens, batch.query_start_loc, batch.rows)
+    return attention
+
+
 def packed(batch):
     """Return the packed plan of a batch of the fixture's shape."""
-    attention = PagedAttention(4, 2, 64, 16)
-    attention.plan(batch.block_table, batch.seq_lens, batch.query_start_loc, batch.rows)
-    return attention.pack()
+    return planned(batch).pack()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -43,6 +48,19 @@ def test_append_kv_operation_writes_the_layer_of_the_pool(make_pool, layout):
     torch.ops.pagedkv.append_kv(k, v, pool, LAYER, torch.tensor([9, -1, 4]))
     assert pool[:, LAYER, 0].nonzero()[:, [0, 2]].unique(dim=0).tolist() == [[1, 0], [2, 1]]
     assert pool[:, LAYER, 1].sum() == 2 * pool[:, LAYER, 0].sum() == pool.sum() * 2 / 3
+
+
+def test_operations_do_the_same_where_kernels_are_launched(make_batch, place):
+    batch = make_batch(SEQUENCES, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, 64).bfloat16()
+    torch_ops.append_kv(k, v, batch.pool, LAYER, torch.tensor([18]))
+    want = paged_attention(*batch.arrays())
+    launching, device = place
+    with launching:
+        pool, attention = batch.pool.to(device, copy=True), planned(batch, device)
+        torch_ops.append_kv(*(array.to(device) for array in (k, v)), pool, LAYER, torch.tensor([18], device=device))
+        found = torch_ops.paged_attention(batch.q.to(device), pool, LAYER, attention.pack())
+    torch.testing.assert_close(found.cpu().float(), want.float(), atol=0.02, rtol=0.02)
 
 
 def test_operations_take_scales_when_the_pool_is_fp8(make_batch, make_pool):

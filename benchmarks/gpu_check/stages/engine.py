@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu_check.runner import write_result
 from pagedkv import LLM, SamplingParams
+from pagedkv.engine.loop import StepEvent
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 90, 200, 450, 700)
 MAX_TOKENS = 32
@@ -17,6 +18,7 @@ MAX_TOKENS = 32
 LEAST_MARGIN = 0.02
 # Our engine goes on from transformers' own tokens every few of them, so that one near call does not hide the rest.
 WINDOW = 4
+BLOCK_SIZE = 16
 # So many of all tokens must be compared for the stage to mean anything.
 LEAST_COMPARED = 0.25
 
@@ -107,8 +109,25 @@ class Captured(logging.Handler):
         self.count += record.levelno == logging.INFO
 
 
+def run_swapped(model: LlamaForCausalLM, wanted: list[Window], params: SamplingParams) -> tuple[list[list[int]], int]:
+    """Return the tokens of an engine whose pool holds the longest prompt and little more, and the blocks it swapped."""
+    longest = max(len(want.prompt) for want in wanted) + WINDOW
+    num_blocks = -(-longest // BLOCK_SIZE) + 2  # the null block, and one to spare
+    swapped = 0
+
+    def count(event: StepEvent) -> None:
+        nonlocal swapped
+        swapped += len(event.plan.swap_out)
+
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_model_len": (num_blocks - 1) * BLOCK_SIZE}
+    with LLM(model, max_num_batched_tokens=256, preemption_mode="swap", **sizes) as llm:
+        llm.llm_engine.step_hooks.append(count)
+        outputs = llm.generate([want.prompt for want in wanted], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], swapped
+
+
 def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: int = MAX_TOKENS, **sizes: Any) -> int:
-    """Compare both, twice: the second time all prefixes come from the cache."""
+    """Compare both, three times: with an empty cache, with all prefixes in it, and where blocks are swapped."""
     model = make_model(device, **sizes)
     prompts = make_prompts(model.config.vocab_size, lengths)
     wanted = [window for prompt in prompts for window in windows(model, prompt, max_tokens)]
@@ -120,11 +139,14 @@ def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: in
             outputs = llm.generate([want.prompt for want in wanted], params, use_tqdm=False)
             wrong[time] = compare(wanted, [list(output.outputs[0].token_ids) for output in outputs])
             hits = sum(output.num_cached_tokens or 0 for output in outputs)
+    found, swapped = run_swapped(model, wanted, params)
+    wrong["swapped"] = compare(wanted, found)
     write_result(
         tokens=sum(len(want.tokens) for want in wanted),
         compared=compared,
         wrong=wrong,
         cached_tokens=hits,
+        swapped_blocks=swapped,
         graphs=captured.count,
     )
     for lines in wrong.values():
@@ -132,7 +154,7 @@ def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: in
     if compared < LEAST_COMPARED:
         print(f"expected {LEAST_COMPARED:.0%} of the tokens to be sure, found {compared:.0%}")
     is_captured = captured.count > 0 or device == "cpu"
-    return int(any(wrong.values()) or compared < LEAST_COMPARED or hits == 0 or not is_captured)
+    return int(any(wrong.values()) or compared < LEAST_COMPARED or 0 in (hits, swapped) or not is_captured)
 
 
 if __name__ == "__main__":
