@@ -37,6 +37,13 @@ GEMMA = {
 # --- the configuration
 
 
+def test_weights_count_the_gate_where_a_configuration_leaves_the_activation_to_its_default():
+    without = {name: value for name, value in LLAMA_70B.items() if name != "hidden_act"}
+    named, found = (read_model_config(config).weight_bytes for config in (LLAMA_70B, without))
+    assert found == named
+    assert read_model_config(without | {"hidden_act": "gelu"}).weight_bytes < named
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "heads", "head_dim"),
     [

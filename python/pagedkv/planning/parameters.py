@@ -30,7 +30,10 @@ def count_parameters(text: Mapping[str, Any], num_layers: int, num_heads: int, n
     hidden = number("hidden_size", "n_embd", "d_model", default=num_heads * head_dim)
     inner = number("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden)
     vocabulary = number("vocab_size", "padded_vocab_size", default=0)
-    activation = str(text.get("hidden_act") or text.get("hidden_activation") or text.get("activation_function") or "")
+    named = (text.get(name) for name in ("hidden_act", "hidden_activation", "activation_function", "activation"))
+    # Where none is named it is transformers' default, which is gated for those that call their width so.
+    default = "silu" if "intermediate_size" in text else ""
+    activation = next((str(found) for found in named if found), default)
     matrices = 3 if activation in {"silu", "swish", "gelu_pytorch_tanh"} or "glu" in activation else 2
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
     attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
