@@ -134,7 +134,7 @@ def test_device_of_a_given_model_may_be_named(tiny_model):
         assert llm.kv_cache.device == "cpu"
 
 
-PROMPTS = (1, 5, 33, 40)
+PROMPTS = (1, 8, 33, 40)  # two of them fill a block within twelve tokens
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,

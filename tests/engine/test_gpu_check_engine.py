@@ -21,7 +21,7 @@ SIZES = {
     "head_dim": 32,
     "vocab_size": 512,
 }
-PROMPTS = (13, 30, 31, 47)
+PROMPTS = (13, 30, 31, 47)  # each fills a block within twelve tokens
 
 
 @pytest.fixture

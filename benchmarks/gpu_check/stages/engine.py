@@ -60,8 +60,32 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
     return prompts
 
 
-def windows(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> list[Window]:
-    """Ask transformers, with its own attention and its own cache."""
+@dataclass(frozen=True)
+class Reference:
+    """A prompt and the greedy tokens that transformers puts behind it; of each, whether rounding can't change it."""
+
+    prompt: list[int]
+    tokens: list[int]
+    is_sure: list[bool]
+
+    def window(self, start: int) -> Window:
+        """Return the one behind the first ``start`` tokens."""
+        sure = self.is_sure[start : start + WINDOW]
+        count = [*sure, False].index(False)
+        return Window(self.prompt + self.tokens[:start], self.tokens[start : start + count])
+
+    def windows(self) -> list[Window]:
+        """Return those that hold each token once."""
+        return [self.window(start) for start in range(0, len(self.tokens), WINDOW)]
+
+    def crossing(self) -> Window | None:
+        """Return the first whose prompt fills its last block, so that the next step needs another, if there is one."""
+        start = -len(self.prompt) % BLOCK_SIZE
+        return self.window(start) if start + WINDOW <= len(self.tokens) else None
+
+
+def ask_transformers(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> Reference:
+    """Generate with its own attention and its own cache."""
     ids = torch.tensor([prompt], device=model.device)
     result = model.generate(
         ids,
@@ -75,13 +99,7 @@ def windows(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> list
     )
     best = torch.cat(result.logits).float().topk(2).values
     is_sure = ((best[:, 0] - best[:, 1]) >= LEAST_MARGIN * best[:, 0].abs()).tolist()
-    tokens = result.sequences[0, len(prompt) :].tolist()
-    found = []
-    for start in range(0, max_tokens, WINDOW):
-        sure = is_sure[start : start + WINDOW]
-        count = ([*sure, False]).index(False)
-        found.append(Window(prompt + tokens[:start], tokens[start : start + count]))
-    return found
+    return Reference(prompt, result.sequences[0, len(prompt) :].tolist(), is_sure)
 
 
 def compare(wanted: list[Window], found: list[list[int]]) -> list[str]:
@@ -110,9 +128,8 @@ class Captured(logging.Handler):
 
 
 def run_swapped(model: LlamaForCausalLM, wanted: list[Window], params: SamplingParams) -> tuple[list[list[int]], int]:
-    """Return the tokens of an engine whose pool holds the longest prompt and little more, and the blocks it swapped."""
-    longest = max(len(want.prompt) for want in wanted) + WINDOW
-    num_blocks = -(-longest // BLOCK_SIZE) + 2  # the null block, and one to spare
+    """Return the tokens where all need another block in one step and the pool has none, and the blocks swapped."""
+    num_blocks = sum(len(want.prompt) for want in wanted) // BLOCK_SIZE + 1  # the null block
     swapped = 0
 
     def count(event: StepEvent) -> None:
@@ -120,7 +137,7 @@ def run_swapped(model: LlamaForCausalLM, wanted: list[Window], params: SamplingP
         swapped += len(event.plan.swap_out)
 
     sizes = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_model_len": (num_blocks - 1) * BLOCK_SIZE}
-    with LLM(model, max_num_batched_tokens=256, preemption_mode="swap", **sizes) as llm:
+    with LLM(model, max_num_batched_tokens=num_blocks * BLOCK_SIZE, preemption_mode="swap", **sizes) as llm:
         llm.llm_engine.step_hooks.append(count)
         outputs = llm.generate([want.prompt for want in wanted], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs], swapped
@@ -130,7 +147,8 @@ def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: in
     """Compare both, three times: with an empty cache, with all prefixes in it, and where blocks are swapped."""
     model = make_model(device, **sizes)
     prompts = make_prompts(model.config.vocab_size, lengths)
-    wanted = [window for prompt in prompts for window in windows(model, prompt, max_tokens)]
+    references = [ask_transformers(model, prompt, max_tokens) for prompt in prompts]
+    wanted = [window for reference in references for window in reference.windows()]
     compared = sum(len(want.tokens) for want in wanted) / (max_tokens * len(prompts))
     params = SamplingParams(temperature=0, max_tokens=WINDOW, ignore_eos=True)
     wrong, hits, captured = {}, 0, Captured()
@@ -139,8 +157,9 @@ def check(device: str, lengths: tuple[int, ...] = PROMPT_LENGTHS, max_tokens: in
             outputs = llm.generate([want.prompt for want in wanted], params, use_tqdm=False)
             wrong[time] = compare(wanted, [list(output.outputs[0].token_ids) for output in outputs])
             hits = sum(output.num_cached_tokens or 0 for output in outputs)
-    found, swapped = run_swapped(model, wanted, params)
-    wrong["swapped"] = compare(wanted, found)
+    crossing = [window for reference in references if (window := reference.crossing()) is not None]
+    found, swapped = run_swapped(model, crossing, params)
+    wrong["swapped"] = compare(crossing, found)
     write_result(
         tokens=sum(len(want.tokens) for want in wanted),
         compared=compared,
