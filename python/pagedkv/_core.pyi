@@ -55,6 +55,7 @@ __all__ = [
     "copy_blocks",
     "default_num_threads",
     "device_work",
+    "draw_tokens",
     "from_dlpack",
     "gather_kv",
     "instruction_sets",
@@ -64,6 +65,8 @@ __all__ = [
     "paged_attention",
     "read_lengths",
     "replay_saturated",
+    "rms_norm",
+    "rotary_embedding",
     "simulate",
     "swap_blocks",
     "update_block_table",
@@ -1055,6 +1058,18 @@ def merge_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *, num_threads: int | None = None
 ) -> None: ...
 def instruction_sets() -> list[str]: ...
+def draw_tokens(
+    scores: Any,
+    temperature: NDArray[np.float32],
+    uniform: NDArray[np.float64],
+    tokens: Any,
+    *,
+    num_threads: int | None = None,
+) -> None: ...
+def rms_norm(x: Any, out: Any, *, eps: float, num_threads: int | None = None) -> None: ...
+def rotary_embedding(
+    x: Any, cos_sin: Any, out: Any, *, num_turned_heads: int, num_threads: int | None = None
+) -> None: ...
 def device_work(
     num_kv_heads: int,
     group: int,

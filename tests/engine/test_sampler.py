@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv.engine import sampler
 from pagedkv.engine.sampler import PARAMETERS, sample_tokens, uniforms
 
 VOCABULARY = 50
@@ -118,6 +119,26 @@ def test_sampler_never_draws_a_token_of_no_probability():
     logits = torch.full((600,), -torch.inf)
     logits[[3, 300, 513]] = torch.tensor([0.0, 1.0, 0.5])
     assert set(draw(logits, 2000)) == {3, 300, 513}
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampler_draws_on_a_gpu_as_on_the_cpu(size, dtype):
+    logits = torch.randn(500, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[:, ::3] = -torch.inf
+    logits[:, -1] = 0
+    numbers = uniforms(*(parameters(500)[name] for name in ("seed", "sample")), positions(500))
+    found = sampler._pick(logits, torch.from_numpy(numbers))
+    expected = sample_tokens(logits, parameters(500), positions(500))
+    assert (found == expected).double().mean() > 0.99
+    assert found.dtype == expected.dtype
+
+
+def test_sampler_draws_the_same_beside_a_row_of_another_temperature_and_limit(logits):
+    both = np.concatenate([parameters(400, temperature=0.7), parameters(1, top_k=3), parameters(1, temperature=1.3)])
+    rows = logits.bfloat16().expand(402, -1)
+    alone = sample_tokens(rows[:400], both[:400], positions(400))
+    assert torch.equal(sample_tokens(rows, both, positions(402))[:400], alone)
 
 
 def test_sampler_takes_half_precision(logits):

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedkv.attention.row_ops import draw_tokens
+
 # How a sample is drawn; a temperature of 0 is greedy, a `top_k` of 0 keeps all tokens.
 PARAMETERS = np.dtype(
     [
@@ -49,36 +51,51 @@ def sample_tokens(logits: torch.Tensor, parameters: NDArray[Any], positions: NDA
     on earlier draws, so a token drawn again after a rollback or a preemption is the same.
     """
     is_drawn = parameters["temperature"] > 0
-    if is_drawn.all() and len(is_drawn):
-        return _draw(logits, parameters, positions).int()
-    tokens = _best(logits)
-    if is_drawn.any():
-        drawn = np.flatnonzero(is_drawn)
-        tokens[drawn] = _draw(logits[drawn], parameters[drawn], positions[drawn])
-    return tokens.int()
+    is_limited = is_drawn & ((parameters["min_p"] > 0) | (parameters["top_p"] < 1) | (parameters["top_k"] > 0))
+    # Each kind by itself: what one row needs must not change the rounding of another.
+    kinds = ((~is_drawn, _draw_best), (is_drawn & ~is_limited, _draw), (is_limited, _draw_limited))
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    for is_kind, draw in kinds:
+        if is_kind.all():
+            return draw(logits, parameters, positions)
+        if is_kind.any():
+            rows = np.flatnonzero(is_kind)
+            tokens[rows] = draw(logits[rows], parameters[rows], positions[rows])
+    return tokens
+
+
+def _draw_limited(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
+    parameters = parameters.copy()
+    scores = _tempered(logits, parameters["temperature"])
+    parameters["temperature"] = 1
+    _keep_min_p(scores, parameters["min_p"])
+    _keep_top_k(scores, parameters["top_k"])
+    _keep_top_p(scores, parameters["top_p"])
+    return _draw(scores, parameters, positions)
 
 
 def _draw(logits: torch.Tensor, parameters: NDArray[Any], positions: NDArray[np.int32]) -> torch.Tensor:
-    scores = logits
-    is_plain = (parameters["temperature"] == 1) & (parameters["min_p"] <= 0) & (parameters["top_p"] >= 1)
-    if not (is_plain & (parameters["top_k"] <= 0)).all():
-        temperature = torch.from_numpy(parameters["temperature"].copy()).to(logits.device)
-        scores = logits.to(torch.float32, copy=True)
-        scores /= temperature[:, None]
-        _keep_min_p(scores, parameters["min_p"])
-        _keep_top_k(scores, parameters["top_k"])
-        _keep_top_p(scores, parameters["top_p"])
-    uniform = torch.from_numpy(uniforms(parameters["seed"], parameters["sample"], positions)).to(logits.device)
-    return _pick(scores, uniform)
+    uniform = uniforms(parameters["seed"], parameters["sample"], positions)
+    temperature = parameters["temperature"].copy()
+    if logits.device.type == "cpu":
+        tokens = torch.empty(len(logits), dtype=torch.int32)
+        draw_tokens(logits, temperature, uniform, tokens)
+        return tokens
+    scores = _tempered(logits, temperature) if (temperature != 1).any() else logits
+    return _pick(scores, torch.from_numpy(uniform).to(logits.device))
 
 
-def _best(logits: torch.Tensor) -> torch.Tensor:
+def _tempered(logits: torch.Tensor, temperature: NDArray[np.float32]) -> torch.Tensor:
+    return logits.to(torch.float32, copy=True).div_(torch.from_numpy(temperature).to(logits.device)[:, None])
+
+
+def _draw_best(logits: torch.Tensor, _: NDArray[Any], __: NDArray[np.int32]) -> torch.Tensor:
     """Return the first of the largest logits of each row; torch's argmax takes some ten times as long as its amax."""
     chunks = _chunks(logits, -torch.inf)
     largest = chunks.amax(-1)
     chunk = largest.argmax(-1)
     rows = torch.arange(len(logits), device=logits.device)
-    return chunk * _CHUNK + chunks[rows, chunk].argmax(-1)
+    return (chunk * _CHUNK + chunks[rows, chunk].argmax(-1)).int()
 
 
 def _chunks(rows: torch.Tensor, filler: float) -> torch.Tensor:
@@ -107,7 +124,7 @@ def _pick(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     own = chunks[torch.arange(len(scores), device=scores.device), chunk[:, 0]]
     within = _weights(own, largest).cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(within, target - before, right=True).minimum(_last(within))
-    return (chunk * _CHUNK + token)[:, 0]
+    return (chunk * _CHUNK + token)[:, 0].int()
 
 
 def _weights(scores: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from pagedkv.attention.row_ops import rms_norm, rotary_embedding
 from pagedkv.exceptions import UnsupportedError
 from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.huge_pages import use_huge_pages
@@ -142,20 +143,22 @@ class GGUFLlama:
         scales = {"k_scale": self._storage.k_scale, "v_scale": self._storage.v_scale}
         step = AttentionMetadata.from_plan(plan, kv_cache, **scales)
         angles = from_dlpack(plan.positions)[:, None].float() * self._frequencies
-        turns = [
-            torch.split(turned.to(self._embedding.dtype)[:, None], _ROWS) for turned in (angles.cos(), angles.sin())
-        ]
+        # Rounded to the type of the weights, as transformers does it.
+        cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(self._embedding.dtype).float()
         parts = list(torch.split(self._embedding[token_ids], _ROWS))
         heads = self._embedding.new_empty((len(token_ids), self._num_q_heads + 2 * self._num_kv_heads, self._head_dim))
-        for number, layer in enumerate(self._layers):
-            attended = torch.split(self._attend(number, layer, parts, heads, turns, step), _ROWS)
+        *layers, last = self._layers
+        for number, layer in enumerate(layers):
+            attended = torch.split(self._attend(number, layer, parts, heads, cos_sin, step), _ROWS)
             parts = [self._rest_of_layer(layer, *rows) for rows in zip(attended, parts, strict=True)]
-        return self._head(self._normed(torch.cat(parts)[sample_rows]))
+        # Behind the last attention only rows of which logits are wanted go on.
+        wanted = self._attend(len(layers), last, parts, heads, cos_sin, step)[sample_rows]
+        return self._head(self._normed(self._rest_of_layer(last, wanted, torch.cat(parts)[sample_rows])))
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Divide rows by their root mean square; torch's `rms_norm` takes three times as many passes."""
-        norm: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return x * norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_().to(x.dtype)
+        normed = torch.empty_like(x)
+        rms_norm(x, normed, eps=self._eps)
+        return normed
 
     def _attend(
         self,
@@ -163,15 +166,14 @@ class GGUFLlama:
         layer: _Layer,
         parts: list[torch.Tensor],
         heads: torch.Tensor,
-        turns: list[tuple[torch.Tensor, ...]],
+        cos_sin: torch.Tensor,
         step: AttentionMetadata,
     ) -> torch.Tensor:
         """Return what all rows attend to, of shape (num_tokens, num_q * head_dim); `heads` is room for a layer's."""
         num_q, num_turned = self._num_q_heads, self._num_q_heads + self._num_kv_heads
-        for x, cos, sin, room in zip(parts, *turns, torch.split(heads, _ROWS), strict=True):
+        for x, angles, room in zip(parts, torch.split(cos_sin, _ROWS), torch.split(heads, _ROWS), strict=True):
             qkv = layer.qkv(self._normed(x)).view(room.shape)
-            _turn(qkv[:, :num_turned], cos, sin, out=room[:, :num_turned])  # queries and keys together
-            room[:, num_turned:] = qkv[:, num_turned:]
+            rotary_embedding(qkv, angles, room, num_turned_heads=num_turned)
         attended = step.attend(
             number,
             heads[:, :num_q],
@@ -208,14 +210,6 @@ class GGUFLlama:
             Linear(_behind_norm(file, norm, [f"{block}.ffn_up.weight"], dtype)),
             Linear(file.tensor(f"{block}.ffn_down.weight")),
         )
-
-
-def _turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Turn each pair of elements, half a head apart, by its angle."""
-    first, second = heads.chunk(2, dim=-1)
-    low, high = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=high).addcmul_(first, sin)
 
 
 def _behind_norm(

@@ -24,6 +24,15 @@ pub const GROUPED_BLOCK_TABLE: [&str; 3] = ["num_groups", "num_rows", "max_block
 /// Dimensions of gathered keys and values.
 pub const VALUES_OUT: [&str; 3] = ["sum(seq_lens)", "num_kv_heads", "head_dim"];
 
+/// Dimensions of rows that are normalised.
+pub const ROWS: [&str; 2] = ["num_rows", "size"];
+/// Dimensions of scores that tokens are drawn by.
+pub const SCORES: [&str; 2] = ["num_rows", "vocab_size"];
+/// Dimensions of heads that are turned and of those that are not, beside one another.
+pub const HEADS: [&str; 3] = ["num_tokens", "num_heads", "head_dim"];
+/// Dimensions of cosines and sines.
+pub const ROTARY: [&str; 2] = ["num_tokens", "head_dim"];
+
 const COMPUTED: &str = "float32, float16 or bfloat16";
 const CACHED: &str = "float32, float16, bfloat16, float8_e4m3fn or float8_e5m2";
 

@@ -63,6 +63,23 @@ impl Isa {
         self == Self::Scalar
     }
 
+    /// What a caller asks for, else as [`Isa::choose`].
+    ///
+    /// # Errors
+    ///
+    /// If this processor lacks it.
+    pub(crate) fn asked_or_chosen(asked: Option<Self>) -> Result<Self> {
+        match asked {
+            None => Self::choose(),
+            Some(isa) if isa.is_available() => Ok(isa),
+            Some(isa) => Err(Error::Value {
+                argument: "isa",
+                expected: "an instruction set of this processor".to_owned(),
+                found: isa.name().to_owned(),
+            }),
+        }
+    }
+
     /// What [`ISA_VARIABLE`] asks for, else the best that this processor has.
     ///
     /// # Errors

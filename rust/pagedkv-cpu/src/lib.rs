@@ -38,6 +38,7 @@ mod isa;
 mod kernels;
 mod openmp;
 mod packed_keys;
+mod row_ops;
 mod simd;
 mod threads;
 mod view;
@@ -49,9 +50,13 @@ pub use attention::{
 pub use cache::{
     Scales, append_kv, copy_blocks, gather_kv, move_kv, num_gathered_tokens, swap_blocks, update_block_table,
 };
-pub use dims::{BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, KEYS, LSE, POOL, QUERIES, SINKS, VALUES_OUT, shape_text};
+pub use dims::{
+    BLOCK_TABLE, CACHE, GROUPED_BLOCK_TABLE, HEADS, KEYS, LSE, POOL, QUERIES, ROTARY, ROWS, SCORES, SINKS, VALUES_OUT,
+    shape_text,
+};
 pub use error::{Error, Result};
 pub use isa::{ISA_VARIABLE, Isa};
 pub use openmp::note_process;
 pub use packed_keys::GROUP_TOKENS as PACKED_TOKENS;
+pub use row_ops::{draw_tokens, rms_norm, rotary_embedding};
 pub use view::{DType, Integer, View, are_distinct, extent};

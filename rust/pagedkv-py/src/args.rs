@@ -144,6 +144,7 @@ macro_rules! numbers {
 }
 
 numbers! {
+    f32s: f32 { eps }
     f64s: f64 { kv_cache_metrics_sample now warm_up watermark }
     i32s: i32 { priority }
     i64s: i64 { group handle index lora_id }
@@ -156,5 +157,5 @@ numbers! {
     u32s: u32 { batch_size block_size head_dim index layer long_prefill_token_threshold lookahead max_model_len max_num_batched_tokens max_num_seqs max_pending_events max_plans_in_flight max_tokens min_tokens most_answer_tokens most_prompt_tokens most_turns n num_accepted num_blocks num_draft_tokens num_external_tokens num_host_blocks num_kv_heads num_new_tokens num_requests num_seqs num_tokens pin_quota_blocks prefill_chunk_multiple samples sequence sequences swap_copies_per_block tokens }
     u64s: u64 { beam_seed context_tokens hash_seed pin pin_quota_bytes plan prompt_tokens seed sequence }
     u8s: u8 { cache_priority }
-    usizes: usize { axis block_size few_rows group head_dim many_rows min_keys num_blocks num_kv_heads num_q_heads num_tokens num_workers }
+    usizes: usize { axis block_size few_rows group head_dim many_rows min_keys num_blocks num_kv_heads num_q_heads num_tokens num_turned_heads num_workers }
 }

@@ -26,6 +26,7 @@ mod policy;
 mod pool;
 mod prefix_cache;
 mod result;
+mod row_ops;
 mod scheduler;
 mod sim;
 mod stats;
@@ -68,6 +69,8 @@ mod _core {
     use crate::pool::BlockPool;
     #[pymodule_export]
     use crate::result::{FinishedRequest, StepResult};
+    #[pymodule_export]
+    use crate::row_ops::{draw_tokens, rms_norm, rotary_embedding};
     #[pymodule_export]
     use crate::scheduler::Scheduler;
     #[pymodule_export]

@@ -7,21 +7,7 @@ use crate::dims::{
     check_keys, check_rows, check_scale,
 };
 use crate::error::{Error, Result};
-use crate::isa::Isa;
 use crate::view::{DType, View};
-
-/// The instructions to use.
-pub(super) fn check_isa(options: &AttentionOptions) -> Result<Isa> {
-    match options.isa {
-        None => Isa::choose(),
-        Some(isa) if isa.is_available() => Ok(isa),
-        Some(isa) => Err(Error::Value {
-            argument: "isa",
-            expected: "an instruction set of this processor".to_owned(),
-            found: isa.name().to_owned(),
-        }),
-    }
-}
 
 /// Checks everything but the batch.
 pub(super) fn check_operands(operands: &Operands, options: &AttentionOptions, threads: usize) -> Result<Cut> {

@@ -113,7 +113,7 @@ pub fn paged_attention(
     options: &AttentionOptions,
     threads: usize,
 ) -> Result<()> {
-    let isa = check::check_isa(options)?;
+    let isa = Isa::asked_or_chosen(options.isa)?;
     let cut = check::check_operands(operands, options, threads)?;
     let plan = Plan::new(batch, &cut)?;
     attend(operands, options, &plan, isa, threads);

@@ -1,6 +1,6 @@
 //! A batch that is cut once and attended to in many layers.
 
-use super::check::{check_isa, check_operands, check_sizes};
+use super::check::{check_operands, check_sizes};
 use super::plan::{Cut, Plan};
 use super::{AttentionOptions, Batch, Operands, attend};
 use crate::dims::shape_text;
@@ -74,7 +74,7 @@ impl AttentionPlan {
     pub(super) fn of(plan: Plan) -> Result<Self> {
         let highest = plan.sequences.iter().flat_map(|sequence| &sequence.blocks).max();
         let min_blocks = highest.map_or(0, |block| *block as usize + 1);
-        Ok(Self { plan, min_blocks, isa: check_isa(&AttentionOptions::default())? })
+        Ok(Self { plan, min_blocks, isa: Isa::choose()? })
     }
 
     /// The shape that it was made for.
@@ -101,7 +101,7 @@ impl AttentionPlan {
     /// `O(num_q_heads * head_dim)` per pair of a query and a key that it sees.
     pub fn run(&self, operands: &Operands, options: &AttentionOptions) -> Result<()> {
         let options = &AttentionOptions { sliding_window: self.plan.cut.sliding_window, ..*options };
-        let isa = if options.isa.is_some() { check_isa(options)? } else { self.isa };
+        let isa = if options.isa.is_some() { Isa::asked_or_chosen(options.isa)? } else { self.isa };
         let threads = self.plan.cut.num_threads;
         self.check(operands, &check_operands(operands, options, threads)?)?;
         attend(operands, options, &self.plan, isa, threads);
