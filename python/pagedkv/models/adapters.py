@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models.lora_files import LowRank
+from pagedkv.models.padding import padded_rows
 
 _ARGUMENT = "lora_request"
 
@@ -45,7 +46,7 @@ class Adapters:
         self._adapters: dict[int, dict[str, LowRank]] = {}
         self._hooks: dict[str, Any] = {}
         self._parts: list[_Part] = []
-        self._num_tokens = 0
+        self._num_rows = (0, 0)
 
     def add(self, adapter: int, layers: Mapping[str, LowRank]) -> None:
         """Take an adapter.
@@ -97,7 +98,7 @@ class Adapters:
             New tokens of each sequence.
         """
         of_token = np.repeat(adapters, num_tokens)
-        self._num_tokens = len(of_token)
+        self._num_rows = (len(of_token), padded_rows(len(of_token)))
         try:
             for adapter in np.unique(of_token[of_token > 0]).tolist():
                 is_own = of_token == adapter
@@ -112,9 +113,9 @@ class Adapters:
         if not parts:
             return
         x, out = (found.view(-1, found.shape[-1]) for found in (inputs[0], output))
-        if len(x) != self._num_tokens:
+        if len(x) not in self._num_rows:
             raise UnsupportedError(
-                f"{_ARGUMENT}: expected {name} to see each of {self._num_tokens} tokens once, found {len(x)} rows in"
+                f"{_ARGUMENT}: expected {name} to see each of {self._num_rows[0]} tokens once, found {len(x)} rows in"
                 f" {type(module).__name__}"
             )
         for part in parts:

@@ -15,6 +15,7 @@ from pagedkv.models.gguf_file import GGUFFile
 from pagedkv.models.huge_pages import use_huge_pages
 from pagedkv.models.linear import Linear
 from pagedkv.models.metadata import AttentionMetadata
+from pagedkv.models.padding import compiles_products, pad_step
 from pagedkv.models.storage import choose_storage
 from pagedkv.planning.layers import LayerShape, group_layers
 
@@ -81,6 +82,7 @@ class GGUFLlama:
         self._storage = choose_storage(kv_cache_dtype, k_scale, v_scale, str(dtype).removeprefix("torch."))
         self.dtype = self._storage.dtype
         self.device = torch.device("cpu")
+        self._pads_steps = compiles_products(dtype, self.device)
         self.max_model_len: int | None = int(file.size("context_length"))
         self._num_q_heads = int(file.size("attention.head_count"))
         self._num_kv_heads = int(file.size("attention.head_count_kv", self._num_q_heads))
@@ -135,6 +137,9 @@ class GGUFLlama:
         torch.Tensor, shape (num_rows, vocab_size)
             Logits, in the type of the weights.
         """
+        num_wanted = len(plan.sample_rows if rows is None else rows)
+        if self._pads_steps:
+            plan, rows = pad_step(plan, rows)
         token_ids = from_dlpack(plan.token_ids)
         if previous_tokens is not None and len(previous_tokens):
             source = from_dlpack(plan.input_from).long()
@@ -153,7 +158,7 @@ class GGUFLlama:
             parts = [self._rest_of_layer(layer, *rows) for rows in zip(attended, parts, strict=True)]
         # Behind the last attention only rows of which logits are wanted go on.
         wanted = self._attend(len(layers), last, parts, heads, cos_sin, step)[sample_rows]
-        return self._head(self._normed(self._rest_of_layer(last, wanted, torch.cat(parts)[sample_rows])))
+        return self._head(self._normed(self._rest_of_layer(last, wanted, torch.cat(parts)[sample_rows])))[:num_wanted]
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from pagedkv.models.dtypes import has_bf16_product
+from pagedkv.models.padding import compiles_products
 
 
 class Linear:
@@ -22,7 +22,7 @@ class Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._is_packed = weight.dtype is torch.bfloat16 and has_bf16_product() and _can_pack()
+        self._is_packed = compiles_products(weight.dtype, weight.device) and _can_pack()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._is_packed else weight
         self._bias = bias
 

@@ -14,6 +14,7 @@ from pagedkv.exceptions import UnsupportedError
 from pagedkv.models.decode_graphs import DecodeGraphs
 from pagedkv.models.hook import NAME, register_attention
 from pagedkv.models.metadata import AttentionMetadata, AttentionStep, attention_step
+from pagedkv.models.padding import compiles_products, pad_step
 from pagedkv.models.plan_arrays import PlanArrays, input_tokens
 from pagedkv.models.probe import probe_layers
 from pagedkv.models.storage import choose_storage
@@ -158,10 +159,13 @@ class TransformersModel:
         """
         if self._graphs is not None and self._graphs.takes(plan, rows, previous_tokens):
             return self._graphs.run(plan, previous_tokens)
+        num_wanted = len(plan.sample_rows if rows is None else rows)
+        if compiles_products(self._model.dtype, self.device):
+            plan, rows = pad_step(plan, rows)
         arrays = PlanArrays.of(plan, self.device)
         sample_rows = arrays.sample_rows if rows is None else torch.from_numpy(rows).to(self.device)
         step = AttentionMetadata.from_plan(plan, kv_cache, slot_mapping=arrays.slot_mapping, **self._scales)
-        return self._run(input_tokens(arrays, previous_tokens), arrays.positions, sample_rows, step)
+        return self._run(input_tokens(arrays, previous_tokens), arrays.positions, sample_rows, step)[:num_wanted]
 
     def load_kernels(self) -> int:
         """Load what the model will launch on its GPU, so that no request waits for it; return how many kernels.
