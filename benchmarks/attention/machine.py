@@ -29,6 +29,7 @@ class Machine:
         self.isa: str = facts["isa"]
         self._has_dot: bool = facts["has_dot"]
         self._facts = {"cpu": cpu_name(), "isa": self.isa, "read_bytes": facts["bytes"]}
+        self._facts["read_streams"] = facts["read_streams"]
         self._facts["read_page_bytes"] = page_bytes(facts["address"], facts["pid"])
 
     def facts(self) -> dict[str, object]:

@@ -6,7 +6,8 @@ import torch
 
 from pagedkv import LLM, SamplingParams
 from pagedkv.exceptions import UnsupportedError
-from pagedkv.models import GGUFLlama, TransformersModel, load_model, open_model
+from pagedkv.models import GGUFLlama, TransformersModel, gguf_llama, load_model, open_model
+from pagedkv.models.padding import padded_rows
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP, LAYERS = 256, 64, 4, 2, 96, 3
 PROMPTS = [[5], [9] * 17, list(range(30, 75))]
@@ -125,6 +126,18 @@ def test_gguf_llama_turns_by_the_factors_of_the_file(tmp_path):
 
 def test_gguf_llama_runs_in_half_precision(tmp_path):
     assert [len(found) for found in tokens(write(tmp_path / "model.gguf"), dtype="bfloat16")] == [16] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"max_plans_in_flight": 1, "max_num_batched_tokens": 50}], ids=str)
+def test_gguf_llama_gives_the_same_tokens_when_its_steps_are_filled_up(tmp_path, monkeypatch, options):
+    write(tmp_path / "model.gguf")
+    plain = tokens(tmp_path / "model.gguf", dtype="float32", **options)
+    monkeypatch.setattr(gguf_llama, "compiles_products", lambda *_: True)
+    seen, normed = set(), GGUFLlama._normed
+    monkeypatch.setattr(GGUFLlama, "_normed", lambda self, x: seen.add(len(x)) or normed(self, x))
+    assert tokens(tmp_path / "model.gguf", dtype="float32", **options) == plain
+    assert seen == {padded_rows(count) for count in seen}
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize(

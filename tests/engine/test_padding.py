@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pagedkv import LLM, SamplingParams
-from pagedkv.models import padding, transformers
+from pagedkv.models import adapters, padding, transformers
+from pagedkv.models.lora_files import LowRank
 from pagedkv.models.padding import compiles_products, pad_step, padded_rows
 
 PROMPTS = [[length, *range(1, length)] for length in (4, 12, 35, 41, 60)]
@@ -65,6 +66,28 @@ def test_probabilities_of_a_prompt_are_those_without_padding(tiny_model, monkeyp
             assert {token: pytest.approx(found.logprob, abs=1e-4) for token, found in a.items()} == {
                 token: found.logprob for token, found in b.items()
             }
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_adapters_see_filled_up_rows_and_add_to_their_own_tokens_alone(pads, monkeypatch):
+    monkeypatch.setattr(adapters, "compiles_products", lambda *_: pads)
+    base = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    base.dtype, base.device = torch.float32, torch.device("cpu")
+    base.get_output_embeddings = lambda: None
+    own = adapters.Adapters(base)
+    own.add(1, {"0": LowRank(torch.ones(1, 4), torch.ones(4, 1), 2.0)})
+    num_tokens = np.array([20, 9, 4], np.int32)
+    x = torch.randn(padded_rows(33) if pads else 33, 4, generator=torch.Generator().manual_seed(0))
+    plain = torch.nn.functional.linear(x, base[0].weight)
+    seen = []
+    multiply = adapters.linear
+    monkeypatch.setattr(adapters, "linear", lambda x, weight: seen.append(len(x)) or multiply(x, weight))
+    with torch.inference_mode(), own.step(np.array([0, 1, 0]), num_tokens):
+        found = base(x)
+    expected = plain.clone()
+    expected[20:29] += 2 * x[20:29].sum(-1, keepdim=True)
+    torch.testing.assert_close(found, expected.detach())
+    assert set(seen) == {10 if pads else 9}
 
 
 class Plan:

@@ -162,12 +162,15 @@ def test_heads_of_an_odd_number_of_elements_are_refused():
 
 def test_results_may_not_lie_where_inputs_do():
     x, heads = torch.ones(3, 8), torch.ones(3, 4, 8)
-    with pytest.raises(InvalidArgumentError, match="out"):
+    with pytest.raises(InvalidArgumentError, match="out: .*overlap with x"):
         rms_norm(x, x, eps=EPS)
-    with pytest.raises(InvalidArgumentError, match="out"):
+    with pytest.raises(InvalidArgumentError, match="out: .*overlap with x"):
         rotary_embedding(heads, ANGLES, heads, num_turned_heads=2)
-    with pytest.raises(InvalidArgumentError, match="out"):
-        rotary_embedding(heads[:, :1], heads[:, 0], heads[:, :1].transpose(0, 0), num_turned_heads=1)
+    with pytest.raises(InvalidArgumentError, match="out: .*overlap with cos_sin"):
+        rotary_embedding(torch.ones(3, 1, 8), heads[:, 0], heads[:, :1], num_turned_heads=1)
+    scores = torch.zeros(3, 8)
+    with pytest.raises(InvalidArgumentError, match="tokens: .*overlap with scores"):
+        draw_tokens(scores, np.ones(3, np.float32), np.zeros(3), scores.view(torch.int32).view(-1)[:3])
 
 
 @pytest.mark.parametrize("name", ["x", "out", "cos_sin"])
@@ -230,7 +233,14 @@ def test_draws_do_not_depend_on_the_type_of_the_scores_or_on_threads():
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+def test_first_token_of_infinite_score_is_drawn_whatever_the_number():
+    scores = make(50, 700)
+    scores[:, 333] = scores[:, 600] = torch.inf
+    assert (draws(scores, 1.0, np.linspace(0, 1, 50, endpoint=False)) == 333).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_token_of_a_row_that_means_nothing_is_one_of_the_vocabulary(value):
     scores = make(3, 700)
     scores[0] = value
@@ -243,8 +253,8 @@ def test_token_of_a_row_that_means_nothing_is_one_of_the_vocabulary(value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 0.0}, "temperature: expected a number above 0, found 0"),
-        ({"temperature": np.inf}, "temperature: expected a number above 0, found inf"),
+        ({"temperature": 0.0}, "temperature: expected a finite number above 0, found 0"),
+        ({"temperature": np.inf}, "temperature: expected a finite number above 0, found inf"),
         ({"uniform": 1.0}, "uniform: expected a number from 0 to below 1, found 1"),
         ({"uniform": np.nan}, "uniform: expected a number from 0 to below 1, found NaN"),
         ({"scores": torch.ones(3, 0)}, "vocab_size: expected above 0, found 0"),
@@ -266,3 +276,24 @@ def test_draw_takes_one_number_a_row(name):
     numbers[name] = numbers[name][:2]
     with pytest.raises(InvalidArgumentError, match=rf"{name}: expected shape \(num_rows=3,\), found \(2,\)"):
         draw_tokens(torch.ones(3, 8), *numbers.values(), torch.empty(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("temperature", np.ones(3)),
+        ("temperature", np.ones((3, 1), np.float32)),
+        ("temperature", [1.0, 1.0, 1.0]),
+        ("uniform", np.zeros(3, np.float32)),
+        ("uniform", torch.zeros(3)),
+    ],
+)
+def test_numbers_of_a_draw_that_are_no_such_array_are_refused_by_name(name, wrong):
+    numbers = {"temperature": np.ones(3, np.float32), "uniform": np.zeros(3)} | {name: wrong}
+    with pytest.raises(TypeError, match=f"{name}: expected a one-dimensional float(32|64) array, found"):
+        draw_tokens(torch.ones(3, 8), *numbers.values(), torch.empty(3, dtype=torch.int32))
+
+
+def test_tokens_of_another_type_are_refused_by_name():
+    with pytest.raises(TypeError, match="tokens: expected dtype int32, found int64"):
+        draw_tokens(torch.ones(3, 8), np.ones(3, np.float32), np.zeros(3), torch.empty(3, dtype=torch.int64))

@@ -17,17 +17,21 @@ from transformers.pytorch_utils import Conv1D
 
 from pagedkv.exceptions import InvalidArgumentError, UnsupportedError
 from pagedkv.models.lora_files import LowRank
-from pagedkv.models.padding import padded_rows
+from pagedkv.models.padding import compiles_products, padded_rows
 
 _ARGUMENT = "lora_request"
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The tokens of a step that run with one adapter; all of them where `rows` is None."""
+    """The tokens of a step that run with one adapter; all of them where `rows` is None.
+
+    `rows` is filled up as steps are; the first `num_rows` count.
+    """
 
     layers: Mapping[str, LowRank]
     rows: torch.Tensor | None
+    num_rows: int
 
 
 class Adapters:
@@ -46,7 +50,8 @@ class Adapters:
         self._adapters: dict[int, dict[str, LowRank]] = {}
         self._hooks: dict[str, Any] = {}
         self._parts: list[_Part] = []
-        self._num_rows = (0, 0)
+        self._pads = compiles_products(model.dtype, model.device)
+        self._num_rows = 0
 
     def add(self, adapter: int, layers: Mapping[str, LowRank]) -> None:
         """Take an adapter.
@@ -98,12 +103,15 @@ class Adapters:
             New tokens of each sequence.
         """
         of_token = np.repeat(adapters, num_tokens)
-        self._num_rows = (len(of_token), padded_rows(len(of_token)))
+        self._num_rows = self._padded(len(of_token))
         try:
             for adapter in np.unique(of_token[of_token > 0]).tolist():
-                is_own = of_token == adapter
-                rows = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own)).to(self._model.device)
-                self._parts.append(_Part(self._adapters[adapter], rows))
+                own = np.flatnonzero(of_token == adapter)
+                rows = None
+                if len(own) < len(of_token):
+                    filled = np.pad(own, (0, self._padded(len(own)) - len(own)))
+                    rows = torch.from_numpy(filled).to(self._model.device)
+                self._parts.append(_Part(self._adapters[adapter], rows, len(own)))
             yield
         finally:
             self._parts = []
@@ -113,9 +121,9 @@ class Adapters:
         if not parts:
             return
         x, out = (found.view(-1, found.shape[-1]) for found in (inputs[0], output))
-        if len(x) not in self._num_rows:
+        if len(x) != self._num_rows:
             raise UnsupportedError(
-                f"{_ARGUMENT}: expected {name} to see each of {self._num_rows[0]} tokens once, found {len(x)} rows in"
+                f"{_ARGUMENT}: expected {name} to see each of {self._num_rows} tokens once, found {len(x)} rows in"
                 f" {type(module).__name__}"
             )
         for part in parts:
@@ -123,7 +131,11 @@ class Adapters:
             if part.rows is None:
                 out += linear(linear(x, own.down), own.up) * own.scale
             else:
-                out.index_add_(0, part.rows, linear(linear(x[part.rows], own.down), own.up) * own.scale)
+                delta = linear(linear(x[part.rows], own.down), own.up) * own.scale
+                out.index_add_(0, part.rows[: part.num_rows], delta[: part.num_rows])
+
+    def _padded(self, count: int) -> int:
+        return padded_rows(count) if self._pads else count
 
     def _layer(self, name: str, own: LowRank) -> Any:
         try:

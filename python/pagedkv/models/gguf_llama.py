@@ -154,11 +154,11 @@ class GGUFLlama:
         heads = self._embedding.new_empty((len(token_ids), self._num_q_heads + 2 * self._num_kv_heads, self._head_dim))
         *layers, last = self._layers
         for number, layer in enumerate(layers):
-            attended = torch.split(self._attend(number, layer, parts, heads, cos_sin, step), _ROWS)
-            parts = [self._rest_of_layer(layer, *rows) for rows in zip(attended, parts, strict=True)]
+            parts = self._rest_of_layer(layer, self._attend(number, layer, parts, heads, cos_sin, step), parts)
         # Behind the last attention only rows of which logits are wanted go on.
-        wanted = self._attend(len(layers), last, parts, heads, cos_sin, step)[sample_rows]
-        return self._head(self._normed(self._rest_of_layer(last, wanted, torch.cat(parts)[sample_rows])))[:num_wanted]
+        attended = self._attend(len(layers), last, parts, heads, cos_sin, step)[sample_rows]
+        parts = self._rest_of_layer(last, attended, list(torch.split(torch.cat(parts)[sample_rows], _ROWS)))
+        return self._head(self._normed(torch.cat(parts)))[:num_wanted]
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(x)
@@ -191,10 +191,14 @@ class GGUFLlama:
         )
         return attended.reshape(len(heads), num_q * self._head_dim)
 
-    def _rest_of_layer(self, layer: _Layer, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x = layer.out.plus(attended, x)
-        normed = self._normed(x)
-        return layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
+    def _rest_of_layer(self, layer: _Layer, attended: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the rows behind a layer, in the same parts."""
+        found = []
+        for rows, part in zip(torch.split(attended, _ROWS), parts, strict=True):
+            x = layer.out.plus(rows, part)
+            normed = self._normed(x)
+            found.append(layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x))
+        return found
 
     def _read_layer(self, file: GGUFFile, number: int, dtype: torch.dtype) -> _Layer:
         block = f"blk.{number}"

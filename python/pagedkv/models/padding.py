@@ -2,6 +2,7 @@
 
 That takes a millisecond and leaves one to three megabytes, once for each shape of a matrix: without this a server whose
 steps have all sizes grows by gigabytes. Filled up, a product has a quarter more rows at most, and a tenth on average.
+Experts see as many rows as a router sends them, and are compiled for each number as before.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ _LARGEST_OCTAVE = 2048
 
 
 def compiles_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN multiplies matrices of that type."""
+    """Whether oneDNN multiplies matrices of that type, compiled for each number of rows."""
     return device.type == "cpu" and dtype is torch.bfloat16 and has_bf16_product()
 
 
@@ -48,9 +49,11 @@ def pad_step(plan: Any, rows: Any) -> tuple[Any, Any]:
     rows : numpy.ndarray, int32, or None
         With more of the first token.
     """
-    if rows is not None:
+    tokens, samples = padded_rows(len(plan.token_ids)), len(plan.sample_rows)
+    if rows is None:
+        samples = padded_rows(samples)
+    else:
         rows = np.pad(rows, (0, padded_rows(len(rows)) - len(rows)))
-    tokens, samples = (padded_rows(len(array)) for array in (plan.token_ids, plan.sample_rows))
     if (tokens, samples) != (len(plan.token_ids), len(plan.sample_rows)) and hasattr(plan, "pad_to"):
         plan = plan.pad_to(len(plan.seq_lens), tokens, samples)
     return plan, rows

@@ -31,8 +31,9 @@ fn main() {
     let bytes = asked.map_or(DEFAULT_BYTES, |bytes| bytes.parse().expect("--bytes=N is a number"));
     let isa = Isa::choose().expect("an instruction set of this processor");
     let mut buffer = Buffer::new(bytes, arguments.iter().any(|word| word == "--huge-pages"));
+    let streams = best_streams(isa, buffer.words());
     println!(
-        r#"{{"isa": "{}", "has_dot": {}, "bytes": {}, "pid": {}, "address": {}}}"#,
+        r#"{{"isa": "{}", "read_streams": {streams}, "has_dot": {}, "bytes": {}, "pid": {}, "address": {}}}"#,
         isa.name(),
         peak::has_dot(isa),
         buffer.bytes(),
@@ -41,12 +42,12 @@ fn main() {
     );
     for line in std::io::stdin().lock().lines() {
         let line = line.expect("standard input is text");
-        println!(r#"{{"samples": {:?}}}"#, answer(isa, &mut buffer, &line));
+        println!(r#"{{"samples": {:?}}}"#, answer(isa, streams, &mut buffer, &line));
     }
 }
 
 /// Does what a line asks for.
-fn answer(isa: Isa, buffer: &mut Buffer, line: &str) -> Vec<f64> {
+fn answer(isa: Isa, streams: usize, buffer: &mut Buffer, line: &str) -> Vec<f64> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let [what, threads, samples] = words[..] else { panic!("expected WHAT THREADS SAMPLES, found {line:?}") };
     let number = |word: &str| word.parse::<usize>().ok().filter(|n| *n > 0).expect("a number above 0");
@@ -55,7 +56,7 @@ fn answer(isa: Isa, buffer: &mut Buffer, line: &str) -> Vec<f64> {
         "read" => {
             let part = buffer.words().len() / threads;
             let parts = buffer.words().chunks_exact(part).take(threads);
-            let jobs = parts.map(|part| move || read::read(isa, part)).collect();
+            let jobs = parts.map(|part| move || read::read(isa, streams, part)).collect();
             rates(part * threads * size_of::<u64>(), jobs, samples)
         }
         "copy" => {
@@ -69,6 +70,16 @@ fn answer(isa: Isa, buffer: &mut Buffer, line: &str) -> Vec<f64> {
         "dot" => rates(peak::DOT_ROUNDS * peak::dot_flops() * threads, vec![peak::dot; threads], samples),
         _ => panic!("expected read, copy, fma or dot, found {what:?}"),
     }
+}
+
+/// From how many places at a time a thread reads fastest; the best of three turns each.
+fn best_streams(isa: Isa, words: &[u64]) -> usize {
+    let rate = |streams: usize| {
+        let job = || read::read(isa, streams, words);
+        rates(size_of_val(words), vec![job], 3).into_iter().fold(0.0, f64::max)
+    };
+    let rated = read::STREAMS.map(|streams| (rate(streams), streams));
+    rated.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)).expect("several").1
 }
 
 /// How much per second all jobs together do, each on a thread of its own; once before it counts.

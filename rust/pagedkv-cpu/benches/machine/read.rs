@@ -4,36 +4,47 @@ use std::hint::black_box;
 
 use pagedkv_cpu::Isa;
 
-/// Places that a thread reads from at the same time, a page at a time: one alone leaves much of the memory's speed unused,
-/// as a processor fetches only so far ahead of each (measured: one 4.3, two 6.1, four 9.5, eight 10.1 GB/s on a thread).
-const STREAMS: usize = 8;
+/// Places that a thread may read from at the same time, a page at a time; how many are fastest differs between machines (an
+/// AMD EPYC: one 38 GB/s on a thread, two 40, four 42, eight 34).
+pub(crate) const STREAMS: [usize; 4] = [1, 2, 4, 8];
 const PAGE_WORDS: usize = 512;
-/// Words that are added up side by side: two vectors of AVX-512.
-const STEP: usize = 16;
+/// Words that are added up side by side.
+const STEP: usize = 32;
 
-/// Reads all words with the registers of an instruction set.
-pub(crate) fn read(isa: Isa, words: &[u64]) {
-    let sum = match isa {
-        // SAFETY: the processor has the instructions, or `Isa::choose` would not have found them.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { sum_avx512(words) },
-        // SAFETY: as above.
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { sum_avx2(words) },
-        _ => sum(words),
+/// Reads all words from so many places at a time, with the registers of an instruction set.
+pub(crate) fn read(isa: Isa, streams: usize, words: &[u64]) {
+    let sum = match streams {
+        1 => read_from::<1>(isa, words),
+        2 => read_from::<2>(isa, words),
+        4 => read_from::<4>(isa, words),
+        _ => read_from::<8>(isa, words),
     };
     black_box(sum);
 }
 
+fn read_from<const STREAMS: usize>(isa: Isa, words: &[u64]) -> u64 {
+    match isa {
+        Isa::Scalar => sum::<STREAMS>(words),
+        // SAFETY: every other set contains AVX2, and `Isa::choose` found that the processor has it. Wider registers read no
+        // faster; the compiler kept these sums in memory when it had AVX-512, and 3.7 GB/s came of it.
+        #[cfg(target_arch = "x86_64")]
+        _ => unsafe { sum_avx2::<STREAMS>(words) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => sum::<STREAMS>(words),
+    }
+}
+
 #[expect(clippy::inline_always, reason = "compiled anew with the instructions of each caller")]
 #[inline(always)]
-fn sum(words: &[u64]) -> u64 {
+fn sum<const STREAMS: usize>(words: &[u64]) -> u64 {
     let mut sums = [0_u64; STEP];
-    for pages in words.chunks_exact(STREAMS * PAGE_WORDS) {
+    for group in 0..words.len() / (STREAMS * PAGE_WORDS) {
+        let pages = &words[group * STREAMS * PAGE_WORDS..][..STREAMS * PAGE_WORDS];
         for first in (0..PAGE_WORDS).step_by(STEP) {
-            for page in pages.chunks_exact(PAGE_WORDS) {
-                for (sum, word) in sums.iter_mut().zip(&page[first..first + STEP]) {
-                    *sum = sum.wrapping_add(*word);
+            for stream in 0..STREAMS {
+                let step = &pages[stream * PAGE_WORDS + first..][..STEP];
+                for i in 0..STEP {
+                    sums[i] = sums[i].wrapping_add(step[i]);
                 }
             }
         }
@@ -42,13 +53,7 @@ fn sum(words: &[u64]) -> u64 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl")]
-fn sum_avx512(words: &[u64]) -> u64 {
-    sum(words)
-}
-
-#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
-fn sum_avx2(words: &[u64]) -> u64 {
-    sum(words)
+fn sum_avx2<const STREAMS: usize>(words: &[u64]) -> u64 {
+    sum::<STREAMS>(words)
 }

@@ -21,13 +21,15 @@ const SIDE_BY_SIDE: usize = 4;
 /// Writes to `tokens[i]` a token drawn from the softmax of `scores[i] / temperature[i]`: the first one whose cumulative
 /// weight exceeds the share `uniform[i]` of the row's whole weight.
 ///
-/// Weights are float32, and their sums do not depend on the type of the scores. A token whose score is minus infinity is never drawn; where a row has a NaN or nothing but minus
-/// infinity, which token is drawn means nothing.
+/// Weights are float32, and their sums do not depend on the type of the scores. A token whose score is minus infinity is
+/// never drawn, the first whose score is infinity always. Where a row has a NaN or nothing but minus infinity, which token
+/// is drawn means nothing.
 ///
 /// # Errors
 ///
 /// Shapes that disagree, element types that are not computed with, rows that are not contiguous or empty, temperatures
-/// that are not above 0, numbers outside `0..1`, and an `isa` that this processor lacks; nothing is written then.
+/// that are not finite or not above 0, numbers outside `0..1`, and an `isa` that this processor lacks; nothing is written
+/// then.
 ///
 /// # Complexity
 ///
@@ -49,7 +51,7 @@ pub fn draw_tokens(
     check_rows("tokens", tokens)?;
     check_apart(("tokens", tokens), ("scores", scores))?;
     let [num_rows, vocab_size] = scores.shape();
-    check_numbers("temperature", temperature, num_rows, "a number above 0", |x| *x > 0.0 && x.is_finite())?;
+    check_numbers("temperature", temperature, num_rows, "a finite number above 0", |x| *x > 0.0 && x.is_finite())?;
     check_numbers("uniform", uniform, num_rows, "a number from 0 to below 1", |x| (0.0..1.0).contains(x))?;
     if vocab_size == 0 && num_rows > 0 {
         let expected = "above 0".to_owned();
@@ -112,6 +114,9 @@ unsafe fn draw<V: Vector, E: Stored>(scores: &[E], temperature: f32, uniform: f6
     let mut weights = [0_f32; CHUNK];
     // SAFETY: the caller's promise.
     let largest = unsafe { largest::<V, E>(scores, &mut weights) };
+    if largest > f32::MAX {
+        return scores.iter().position(|score| score.widen() > f32::MAX).expect("the largest score is one of them");
+    }
     let mut total = 0_f64;
     for (chunk, sum) in up_to.iter_mut().enumerate() {
         // SAFETY: the caller's promise.

@@ -18,8 +18,8 @@ const NUM_SUMS: usize = 32;
 /// # Errors
 ///
 /// Shapes or element types that disagree, element types that are not computed with, rows that are not contiguous, an
-/// `out` that overlaps itself or `x`, and an `eps` that is negative or not finite, and an `isa` that
-/// this processor lacks; nothing is written then.
+/// `out` that overlaps itself or `x`, an `eps` that is negative or not finite, and an `isa` that this processor lacks;
+/// nothing is written then.
 ///
 /// # Complexity
 ///

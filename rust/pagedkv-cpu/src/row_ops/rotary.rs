@@ -20,8 +20,8 @@ const LANES: usize = 16;
 /// # Errors
 ///
 /// Shapes or element types that disagree, element types that are not computed with, rows that are not contiguous, heads
-/// of an odd number of elements, more turned heads than there are, and an `out` that overlaps itself or an input,
-/// and an `isa` that this processor lacks; nothing is written then.
+/// of an odd number of elements, more turned heads than there are, an `out` that overlaps itself or an input, and an
+/// `isa` that this processor lacks; nothing is written then.
 ///
 /// # Complexity
 ///
