@@ -22,7 +22,6 @@ PARAMETERS = np.dtype(
 
 _NUM_CANDIDATES = 1024
 _CHUNK = 256
-_ROWS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -109,14 +108,12 @@ def _chunks(rows: torch.Tensor, filler: float) -> torch.Tensor:
 def _pick(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first token of each row whose cumulative weight exceeds that share of the row's whole weight.
 
-    Sums of chunks first, then one chunk: a cumulative sum over a whole vocabulary takes several times as long. A few
-    rows at a time, whose weights stay in the caches: each pass over all of them would go to memory.
+    For a GPU; on the CPU `draw_tokens` does it in one pass. Sums of chunks first, then one chunk: a cumulative sum over
+    a whole vocabulary takes several times as long.
     """
     chunks = _chunks(scores, -torch.inf)
     largest = scores.amax(-1).float()[:, None]
-    few = ((chunks[at : at + _ROWS], largest[at : at + _ROWS]) for at in range(0, len(scores), _ROWS))
-    some = [_weights(rows, most[:, None]).sum(-1) for rows, most in few]
-    up_to = torch.cat(some).cumsum(-1, dtype=torch.float64)
+    up_to = _weights(chunks, largest[:, None]).sum(-1).cumsum(-1, dtype=torch.float64)
     target = up_to[:, -1:] * uniform[:, None]
     # One with weight 0 never exceeds the number first. Rounding may leave nothing above it: then the last that counts.
     chunk = torch.searchsorted(up_to, target, right=True).minimum(_last(up_to))

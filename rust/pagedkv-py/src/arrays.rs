@@ -109,6 +109,17 @@ fn narrowed(argument: &str, ids: impl Iterator<Item = i64>) -> PyResult<Vec<i32>
     ids.enumerate().map(narrow).collect()
 }
 
+/// Floating-point numbers of exactly one type, as a NumPy array. Copied, since others may write into it.
+pub(crate) fn floats<T: numpy::Element + Copy>(
+    argument: &str,
+    dtype: &str,
+    object: &Bound<'_, PyAny>,
+) -> PyResult<Vec<T>> {
+    let array = object.extract::<PyReadonlyArray1<'_, T>>();
+    let array = array.map_err(|_| wrong_type(argument, &format!("a one-dimensional {dtype} array"), object))?;
+    Ok(array.as_array().to_vec())
+}
+
 /// Bytes of an object with the buffer protocol. Copied, since others may write into it.
 pub(crate) fn bytes(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     let found = PyBuffer::<u8>::get(object);

@@ -1,10 +1,9 @@
 //! What is done to single rows beside products and attention, as functions.
 
-use numpy::PyReadonlyArray1;
 use pagedkv_cpu::{HEADS, ROTARY, ROWS, SCORES};
 use pyo3::prelude::*;
 
-use crate::arrays::wrong_type;
+use crate::arrays::floats;
 use crate::cpu_ops::{array, threads, to_py_err};
 
 /// Divides rows by their root mean square; see `pagedkv_cpu::rms_norm`.
@@ -51,14 +50,8 @@ pub(crate) fn draw_tokens(
     #[pyo3(from_py_with = crate::args::optional_usizes::num_threads)] num_threads: Option<usize>,
 ) -> PyResult<()> {
     let (scores, tokens, threads) = (array("scores", scores)?, array("tokens", tokens)?, threads(py, num_threads)?);
-    let temperature: Vec<f32> = numbers("temperature", "float32", temperature)?;
-    let uniform: Vec<f64> = numbers("uniform", "float64", uniform)?;
+    let temperature: Vec<f32> = floats("temperature", "float32", temperature)?;
+    let uniform: Vec<f64> = floats("uniform", "float64", uniform)?;
     let (from, to) = (scores.view("scores", SCORES)?, tokens.view_mut("tokens", [SCORES[0]])?);
     py.detach(|| pagedkv_cpu::draw_tokens(&from, &temperature, &uniform, &to, None, threads)).map_err(to_py_err)
-}
-
-fn numbers<T: numpy::Element + Copy>(argument: &str, dtype: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<T>> {
-    let array: PyReadonlyArray1<'_, T> =
-        object.extract().map_err(|_| wrong_type(argument, &format!("a one-dimensional {dtype} array"), object))?;
-    Ok(array.as_array().to_vec())
 }
