@@ -316,3 +316,9 @@ def test_page_size_is_that_of_most_of_a_mapping():
     assert machine.page_bytes_in(smaps, 0x500000, 4096) == 1 << 21
     with pytest.raises(ValueError, match="address"):
         machine.page_bytes_in(smaps, 0x900000, 4096)
+
+
+@pytest.mark.parametrize(("torch_seconds", "expected"), [(0.01, peers.READ_BYTES / 0.01), (1.0, 4e9)])
+def test_limit_is_the_faster_of_two_plain_reads(torch_seconds, expected):
+    samples = {"read_2": [3e9, 4e9, 5e9], measures.TORCH_SUM: [torch_seconds]}
+    assert measures.plain_read(samples, "read_2") == expected

@@ -8,7 +8,8 @@
 //! - `fma`: floating-point operations of fused multiply-adds in registers (`PAGEDKV_CPU_ISA=scalar`: of plain Rust);
 //! - `dot`: the same of products of bfloat16 pairs, where the instruction set has them.
 //!
-//! The instruction set is that of the kernels, so that a limit is that of the path which is measured beside it.
+//! The instruction set is that of the kernels, so that a limit is that of the path which is measured beside it; the plain
+//! read has no use for more than AVX2.
 #![expect(clippy::print_stdout, reason = "it prints what it measured")]
 
 mod buffer;
