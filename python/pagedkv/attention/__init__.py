@@ -199,7 +199,7 @@ def instruction_sets() -> list[str]:
     Returns
     -------
     list of str
-        Of ``scalar``, ``avx2``, ``avx512`` and ``avx512_bf16``.
+        Of ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16`` and ``amx``.
 
     Examples
     --------
