@@ -13,8 +13,8 @@ use super::call::{Call, Row};
 use super::hidden::{WeightLayout, add_visible};
 use super::plan::Sequence;
 use super::rows;
-use super::tokens::{TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
-use crate::kernels::{Group, Groups, STRIP_TOKENS, Scores, State, Strip};
+use super::tokens::{StripRows, TokenRows, Visibility, first_read, head_offset, is_finite, visible_bits};
+use crate::kernels::{Ahead, Group, Groups, RowsAhead, STRIP_TOKENS, Scores, State, Strip};
 use crate::view::View;
 
 /// Buffers of one thread, kept between calls.
@@ -113,37 +113,40 @@ impl Item<'_> {
         let caches = [&operands.k_cache, &operands.v_cache];
         // Strips start at multiples of their length, so that windows do not move the borders of later ones.
         let strip = |start: usize| start..keys.end.min((start / STRIP_TOKENS + 1) * STRIP_TOKENS);
-        let (mut now, mut next) = (TokenRows::new(), TokenRows::new());
+        let (mut now, mut next) = (StripRows::new(), StripRows::new());
         if !keys.is_empty() {
             next.find(plan, sequence, caches, strip(first_read(caches[0], keys.start)));
         }
-        while now.tokens.end < keys.end {
+        while now.rows.tokens.end < keys.end {
             std::mem::swap(&mut now, &mut next);
-            if now.tokens.end < keys.end {
-                next.find(plan, sequence, caches, strip(now.tokens.end));
-            } else {
-                next = now.clone();
+            let end = now.rows.tokens.end;
+            if end < keys.end {
+                next.find(plan, sequence, caches, strip(end));
             }
-            self.fold_strip(scratch, &now, &next);
+            self.fold_strip(scratch, &now.rows, [&now.ahead, if end < keys.end { &next.ahead } else { &now.ahead }]);
         }
     }
 
-    fn fold_strip(&self, scratch: &mut Scratch, now: &TokenRows<STRIP_TOKENS>, next: &TokenRows<STRIP_TOKENS>) {
+    fn fold_strip(&self, scratch: &mut Scratch, now: &TokenRows<STRIP_TOKENS>, ahead: [&RowsAhead; 2]) {
         let (call, tile) = (self.call, self.tile());
         let visibility = self.find_visible(scratch, &now.tokens);
         let is_whole = visibility == Visibility::All && now.tokens.len().is_multiple_of(self.lanes);
         let bits = if is_whole { std::ptr::null() } else { scratch.bits_of_rows.as_ptr() };
         let head_dim = call.plan.cut.head_dim;
+        let (k_cache, v_cache) = (&call.operands.k_cache, &call.operands.v_cache);
         for (index, kv_head) in tile.kv_heads.clone().enumerate() {
-            let strip = |cache: &View<4>, rows: *const *const u8, next: *const *const u8| Strip {
+            let (rows, head) =
+                if kv_head + 1 < tile.kv_heads.end { (ahead[0], kv_head + 1) } else { (ahead[1], tile.kv_heads.start) };
+            let ahead = Ahead { rows, offsets: [head_offset(k_cache, head), head_offset(v_cache, head)] };
+            let strip = |cache: &View<4>, rows: *const *const u8| Strip {
                 rows,
-                next,
                 len: now.tokens.len(),
                 offset: head_offset(cache, kv_head),
                 row_bytes: head_dim * cache.dtype().size_bytes(),
+                ahead,
             };
-            let keys = strip(&call.operands.k_cache, now.keys.as_ptr(), next.keys.as_ptr());
-            let values = strip(&call.operands.v_cache, now.values.as_ptr(), next.values.as_ptr());
+            let keys = strip(k_cache, now.keys.as_ptr());
+            let values = strip(v_cache, now.values.as_ptr());
             let q = scratch.q.start().wrapping_add(index * self.padded_rows * self.call.few.q_len);
             let scores = scratch.scores.start();
             // SAFETY: the kernels are those of this processor; `start` made room for all rows, and the blocks of the

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 
 use super::plan::{Plan, Sequence};
+use crate::kernels::{RowsAhead, STRIP_TOKENS};
 use crate::packed_keys::{GROUP_TOKENS, PackedKeys};
 use crate::view::{DType, View};
 
@@ -40,6 +41,37 @@ impl<const N: usize> TokenRows<N> {
             rows[tokens.len()..].fill(last);
         }
         self.tokens = tokens;
+    }
+}
+
+/// The rows of a strip, and the same as they are asked for ahead of time.
+pub(super) struct StripRows {
+    pub(super) rows: TokenRows<STRIP_TOKENS>,
+    pub(super) ahead: RowsAhead,
+}
+
+impl StripRows {
+    pub(super) const fn new() -> Self {
+        Self { rows: TokenRows::new(), ahead: [[std::ptr::null(); _]; _] }
+    }
+
+    /// Finds `tokens`, at least one and at most a strip.
+    pub(super) fn find(&mut self, plan: &Plan, sequence: &Sequence, caches: [&View<4>; 2], tokens: Range<usize>) {
+        self.rows.find(plan, sequence, caches, tokens);
+        let (TokenRows { keys, values, .. }, k_cache) = (&self.rows, caches[0]);
+        let row_bytes = k_cache.shape()[3] * k_cache.dtype().size_bytes();
+        let key = |token: usize| {
+            if k_cache.is_packed() {
+                // A group of packed keys is as long as its rows would be, one after another.
+                keys[token / GROUP_TOKENS * GROUP_TOKENS].wrapping_add(token % GROUP_TOKENS * row_bytes)
+            } else {
+                keys[token]
+            }
+        };
+        for (i, places) in self.ahead.iter_mut().enumerate() {
+            let other = i + STRIP_TOKENS / 2;
+            *places = [key(i), values[i], key(other), values[other]];
+        }
     }
 }
 

@@ -12,6 +12,7 @@
     reason = "loads and stores of vectors are unaligned, and cells start where cells start"
 )]
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod dispatch;
@@ -22,6 +23,7 @@ mod score_packed;
 mod soften;
 mod weigh;
 
+pub(crate) use ahead::{Ahead, RowsAhead};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::is_available as is_amx_available;
 pub(crate) use dispatch::{Kernels, Rows};
@@ -40,14 +42,14 @@ pub(crate) struct Strip {
     /// Where each token's row, or its first cell in packed keys, lies under the first KV head: [`STRIP_TOKENS`] addresses,
     /// the last token's repeated where there are fewer.
     pub(crate) rows: *const *const u8,
-    /// The same for the tokens that will be read next.
-    pub(crate) next: *const *const u8,
     /// Tokens.
     pub(crate) len: usize,
     /// Bytes from the first KV head to this one.
     pub(crate) offset: isize,
     /// Bytes of a row.
     pub(crate) row_bytes: usize,
+    /// What is asked for meanwhile.
+    pub(crate) ahead: Ahead,
 }
 
 /// `q . k` for all rows and tokens of a strip: packed queries, number of rows, keys, scores.

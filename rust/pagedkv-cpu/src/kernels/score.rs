@@ -5,6 +5,7 @@
 
 use std::marker::PhantomData;
 
+use super::ahead::{Asker, LINE_BYTES, PLACES};
 use super::{Groups, STRIP_TOKENS, Strip};
 use crate::simd::{Bf16Dot, Element, Vector};
 
@@ -87,25 +88,19 @@ impl<V: Bf16Dot> KeyForm<V> for Pairs {
 #[inline(always)]
 pub(super) unsafe fn score<V: Vector, K: KeyForm<V>>(q: *const u8, num_rows: usize, strip: &Strip, scores: *mut f32) {
     let query_bytes = strip.row_bytes.div_ceil(V::UNIT_BYTES) * K::QUERY_VECTORS * V::UNIT_BYTES;
-    for group in Groups::of(num_rows) {
-        // SAFETY: the caller's promise; queries and scores of a group lie behind those of the rows before it.
-        unsafe {
+    // SAFETY: the caller's promise; queries and scores of a group lie behind those of the rows before it.
+    unsafe {
+        let mut asker = Asker::new::<0>(strip.ahead, strip.row_bytes, Groups::count(num_rows));
+        for group in Groups::of(num_rows) {
             let q = q.add(group.first * query_bytes);
             let scores = scores.add(group.first * STRIP_TOKENS);
-            // Only the first group waits for memory.
-            match (group.rows, group.index, V::LANES) {
-                (4, 0, 16) => score_group::<V, K, 4, 4, 16, true>(q, strip, scores),
-                (4, _, 16) => score_group::<V, K, 4, 4, 16, false>(q, strip, scores),
-                (2, 0, 16) => score_group::<V, K, 2, 8, 16, true>(q, strip, scores),
-                (2, _, 16) => score_group::<V, K, 2, 8, 16, false>(q, strip, scores),
-                (1, 0, 16) => score_group::<V, K, 1, 16, 16, true>(q, strip, scores),
-                (_, _, 16) => score_group::<V, K, 1, 16, 16, false>(q, strip, scores),
-                (4, 0, _) => score_group::<V, K, 4, 2, 8, true>(q, strip, scores),
-                (4, _, _) => score_group::<V, K, 4, 2, 8, false>(q, strip, scores),
-                (2, 0, _) => score_group::<V, K, 2, 4, 8, true>(q, strip, scores),
-                (2, _, _) => score_group::<V, K, 2, 4, 8, false>(q, strip, scores),
-                (_, 0, _) => score_group::<V, K, 1, 8, 8, true>(q, strip, scores),
-                _ => score_group::<V, K, 1, 8, 8, false>(q, strip, scores),
+            match (group.rows, V::LANES) {
+                (4, 16) => score_group::<V, K, 4, 4, 16>(q, strip, scores, &mut asker),
+                (2, 16) => score_group::<V, K, 2, 8, 16>(q, strip, scores, &mut asker),
+                (_, 16) => score_group::<V, K, 1, 16, 16>(q, strip, scores, &mut asker),
+                (4, _) => score_group::<V, K, 4, 2, 8>(q, strip, scores, &mut asker),
+                (2, _) => score_group::<V, K, 2, 4, 8>(q, strip, scores, &mut asker),
+                _ => score_group::<V, K, 1, 8, 8>(q, strip, scores, &mut asker),
             }
         }
     }
@@ -113,36 +108,27 @@ pub(super) unsafe fn score<V: Vector, K: KeyForm<V>>(q: *const u8, num_rows: usi
 
 /// One group against the whole strip, `TOKENS` keys at a time; `ROWS * TOKENS` is `N`, the number of lanes.
 #[inline(always)]
-unsafe fn score_group<
-    V: Vector,
-    K: KeyForm<V>,
-    const ROWS: usize,
-    const TOKENS: usize,
-    const N: usize,
-    const PREFETCH: bool,
->(
+unsafe fn score_group<V: Vector, K: KeyForm<V>, const ROWS: usize, const TOKENS: usize, const N: usize>(
     q: *const u8,
     strip: &Strip,
     scores: *mut f32,
+    asker: &mut Asker,
 ) {
     let (units, part) = (strip.row_bytes / V::UNIT_BYTES, strip.row_bytes % V::UNIT_BYTES);
     let query_bytes = ROWS * K::QUERY_VECTORS * V::UNIT_BYTES;
     for step in 0..strip.len.div_ceil(TOKENS) {
         // SAFETY: the caller's promise; a strip has STRIP_TOKENS addresses, a multiple of TOKENS.
         unsafe {
-            // Loops, not `array::from_fn`: a closure that is not inlined cannot use the instructions.
-            let (mut rows, mut next) = ([std::ptr::null::<u8>(); TOKENS], [std::ptr::null::<u8>(); TOKENS]);
-            for i in 0..TOKENS {
-                rows[i] = strip.rows.add(step * TOKENS + i).read().offset(strip.offset);
-                next[i] = strip.next.add(step * TOKENS + i).read().wrapping_offset(strip.offset);
+            let mut rows = [std::ptr::null::<u8>(); TOKENS];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = strip.rows.add(step * TOKENS + i).read().offset(strip.offset);
             }
+            let asks = (step * TOKENS).is_multiple_of(PLACES) && asker.is_due();
             let mut sums = [V::splat(0.0); N];
             for unit in 0..units {
                 let at = unit * V::UNIT_BYTES;
-                if PREFETCH && at.is_multiple_of(64) {
-                    for row in next {
-                        V::prefetch(row.wrapping_add(at));
-                    }
+                if asks && at.is_multiple_of(LINE_BYTES) {
+                    asker.ask::<V>(TOKENS.div_ceil(PLACES));
                 }
                 let mut keys = [V::load_unit(rows[0].add(at)); TOKENS];
                 for i in 1..TOKENS {
@@ -152,6 +138,9 @@ unsafe fn score_group<
             }
             if part > 0 {
                 let at = units * V::UNIT_BYTES;
+                if asks && at.is_multiple_of(LINE_BYTES) {
+                    asker.ask::<V>(TOKENS.div_ceil(PLACES));
+                }
                 let mut keys = [V::load_part(rows[0].add(at), part); TOKENS];
                 for i in 1..TOKENS {
                     keys[i] = V::load_part(rows[i].add(at), part);

@@ -1,6 +1,7 @@
 //! Dot products of a few query rows with packed keys: a vector is one element of as many tokens as it has lanes, so sums
 //! of lanes are never needed.
 
+use super::ahead::{Asker, LINE_BYTES, PLACES};
 use super::score::{Pairs, Widened};
 use super::{Groups, Panel, STRIP_TOKENS, Strip};
 use crate::packed_keys::GROUP_TOKENS;
@@ -8,9 +9,6 @@ use crate::simd::{Bf16Dot, Element, Vector, packed_source};
 
 /// Vectors of tokens that are scored side by side, for sums enough to hide how long one takes.
 const VECTORS: usize = 2;
-
-/// Bytes of a line: four of each token of a group.
-const LINE_BYTES: usize = 64;
 
 /// How a line of packed keys meets the queries.
 ///
@@ -123,19 +121,17 @@ pub(super) unsafe fn score<V: Vector, F: PackedForm<V>>(
     scores: *mut f32,
 ) {
     let q_len = strip.row_bytes.div_ceil(V::UNIT_BYTES) * F::STEPS * V::LANES;
-    for group in Groups::of(num_rows) {
-        // SAFETY: the caller's promise; queries and scores of a group lie behind those of the rows before it.
-        unsafe {
+    // SAFETY: the caller's promise; queries and scores of a group lie behind those of the rows before it.
+    unsafe {
+        let mut asker = Asker::new::<0>(strip.ahead, strip.row_bytes, Groups::count(num_rows));
+        for group in Groups::of(num_rows) {
             let q = q.cast::<f32>().add(group.first * q_len);
             let scores = scores.add(group.first * STRIP_TOKENS);
-            // Eight sums in any case. Only the first group waits for memory.
-            match (group.rows, group.index) {
-                (4, 0) => score_group::<V, F, 4, 1, true>(q, strip, scores),
-                (4, _) => score_group::<V, F, 4, 1, false>(q, strip, scores),
-                (2, 0) => score_group::<V, F, 2, 2, true>(q, strip, scores),
-                (2, _) => score_group::<V, F, 2, 2, false>(q, strip, scores),
-                (_, 0) => score_group::<V, F, 1, 4, true>(q, strip, scores),
-                _ => score_group::<V, F, 1, 4, false>(q, strip, scores),
+            // Eight sums in any case.
+            match group.rows {
+                4 => score_group::<V, F, 4, 1>(q, strip, scores, &mut asker),
+                2 => score_group::<V, F, 2, 2>(q, strip, scores, &mut asker),
+                _ => score_group::<V, F, 1, 4>(q, strip, scores, &mut asker),
             }
         }
     }
@@ -143,26 +139,24 @@ pub(super) unsafe fn score<V: Vector, F: PackedForm<V>>(
 
 /// One group against the whole strip, [`VECTORS`] vectors of tokens at a time; successive steps go to `SPLIT` sums.
 #[inline(always)]
-unsafe fn score_group<V: Vector, F: PackedForm<V>, const ROWS: usize, const SPLIT: usize, const PREFETCH: bool>(
+unsafe fn score_group<V: Vector, F: PackedForm<V>, const ROWS: usize, const SPLIT: usize>(
     q: *const f32,
     strip: &Strip,
     scores: *mut f32,
+    asker: &mut Asker,
 ) {
     let lines_at_once = SPLIT.div_ceil(F::STEPS);
     for first in (0..strip.len).step_by(VECTORS * V::LANES) {
         // SAFETY: the caller's promise; a group is read whole, as far as it lies in the block of its first token.
         unsafe {
-            let keys = lines_of::<V>(strip.rows, strip, first);
-            let next = lines_of::<V>(strip.next, strip, first);
+            let keys = lines_of::<V>(strip, first);
             let mut sums = [[[V::splat(0.0); VECTORS]; ROWS]; SPLIT];
             for line in (0..strip.row_bytes / 4).step_by(lines_at_once) {
                 for i in 0..lines_at_once {
                     let at = (line + i) * LINE_BYTES;
-                    if PREFETCH {
-                        V::prefetch(next[0].wrapping_add(at));
-                        if V::LANES == GROUP_TOKENS {
-                            V::prefetch(next[1].wrapping_add(at));
-                        }
+                    // As many lines as are read meanwhile.
+                    if (line + i).is_multiple_of(PLACES * GROUP_TOKENS / (VECTORS * V::LANES)) && asker.is_due() {
+                        asker.ask::<V>(1);
                     }
                     let units = [V::load_unit(keys[0].wrapping_add(at)), V::load_unit(keys[1].wrapping_add(at))];
                     let q = q.add((line + i) * F::STEPS * ROWS);
@@ -179,16 +173,16 @@ unsafe fn score_group<V: Vector, F: PackedForm<V>, const ROWS: usize, const SPLI
 
 /// Where the units of the tokens from `first` on start: two groups, or two halves of one.
 #[inline(always)]
-unsafe fn lines_of<V: Vector>(rows: *const *const u8, strip: &Strip, first: usize) -> [*const u8; VECTORS] {
+unsafe fn lines_of<V: Vector>(strip: &Strip, first: usize) -> [*const u8; VECTORS] {
     // SAFETY: the caller's promise.
     unsafe {
-        let start = rows.add(first).read().wrapping_offset(strip.offset);
+        let start = strip.rows.add(first).read().wrapping_offset(strip.offset);
         if V::LANES < GROUP_TOKENS {
             return [start, start.wrapping_add(V::UNIT_BYTES)];
         }
         // Behind the last token, addresses are no starts of groups.
         let second = if first + GROUP_TOKENS < strip.len { first + GROUP_TOKENS } else { first };
-        [start, rows.add(second).read().wrapping_offset(strip.offset)]
+        [start, strip.rows.add(second).read().wrapping_offset(strip.offset)]
     }
 }
 

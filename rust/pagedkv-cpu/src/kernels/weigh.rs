@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 
+use super::ahead::{Asker, LINE_BYTES, PLACES};
 use super::{Groups, STRIP_TOKENS, Strip};
 use crate::simd::{Bf16Dot, Element, Vector};
 
@@ -113,9 +114,10 @@ pub(super) unsafe fn weigh<V: Vector, F: ValueForm<V>>(
     shrink: *const f32,
     strip: &Strip,
 ) {
-    for group in Groups::of(num_rows) {
-        // SAFETY: the caller's promise; what belongs to a group lies behind what belongs to the rows before it.
-        unsafe {
+    // SAFETY: the caller's promise; what belongs to a group lies behind what belongs to the rows before it.
+    unsafe {
+        let mut asker = Asker::new::<1>(strip.ahead, strip.row_bytes, Groups::count(num_rows));
+        for group in Groups::of(num_rows) {
             let sums = Sums {
                 acc: acc.add(group.first * stride),
                 stride,
@@ -123,19 +125,13 @@ pub(super) unsafe fn weigh<V: Vector, F: ValueForm<V>>(
                 shrink: shrink.add(group.index * V::LANES),
             };
             // As many accumulators as registers allow: half of them.
-            match (group.rows, group.index, V::LANES) {
-                (4, 0, 16) => weigh_group::<V, F, 4, 4, 4, true>(&sums, strip),
-                (4, _, 16) => weigh_group::<V, F, 4, 4, 4, false>(&sums, strip),
-                (2, 0, 16) => weigh_group::<V, F, 2, 8, 8, true>(&sums, strip),
-                (2, _, 16) => weigh_group::<V, F, 2, 8, 8, false>(&sums, strip),
-                (1, 0, 16) => weigh_group::<V, F, 1, 16, 8, true>(&sums, strip),
-                (_, _, 16) => weigh_group::<V, F, 1, 16, 8, false>(&sums, strip),
-                (4, 0, _) => weigh_group::<V, F, 4, 2, 2, true>(&sums, strip),
-                (4, _, _) => weigh_group::<V, F, 4, 2, 2, false>(&sums, strip),
-                (2, 0, _) => weigh_group::<V, F, 2, 4, 4, true>(&sums, strip),
-                (2, _, _) => weigh_group::<V, F, 2, 4, 4, false>(&sums, strip),
-                (_, 0, _) => weigh_group::<V, F, 1, 8, 8, true>(&sums, strip),
-                _ => weigh_group::<V, F, 1, 8, 8, false>(&sums, strip),
+            match (group.rows, V::LANES) {
+                (4, 16) => weigh_group::<V, F, 4, 4, 4>(&sums, strip, &mut asker),
+                (2, 16) => weigh_group::<V, F, 2, 8, 8>(&sums, strip, &mut asker),
+                (_, 16) => weigh_group::<V, F, 1, 16, 8>(&sums, strip, &mut asker),
+                (4, _) => weigh_group::<V, F, 4, 2, 2>(&sums, strip, &mut asker),
+                (2, _) => weigh_group::<V, F, 2, 4, 4>(&sums, strip, &mut asker),
+                _ => weigh_group::<V, F, 1, 8, 8>(&sums, strip, &mut asker),
             }
         }
     }
@@ -143,62 +139,56 @@ pub(super) unsafe fn weigh<V: Vector, F: ValueForm<V>>(
 
 /// All vectors of one group, `WIDTH` at a time as long as whole units last, then unit by unit.
 #[inline(always)]
-unsafe fn weigh_group<
-    V: Vector,
-    F: ValueForm<V>,
-    const ROWS: usize,
-    const STEP: usize,
-    const WIDTH: usize,
-    const PREFETCH: bool,
->(
+unsafe fn weigh_group<V: Vector, F: ValueForm<V>, const ROWS: usize, const STEP: usize, const WIDTH: usize>(
     sums: &Sums,
     strip: &Strip,
+    asker: &mut Asker,
 ) {
     let (units, part) = (strip.row_bytes / V::UNIT_BYTES, strip.row_bytes % V::UNIT_BYTES);
     let mut unit = 0;
     // SAFETY: the caller's promise.
     unsafe {
         while WIDTH > F::PARTS && (unit + WIDTH / F::PARTS) <= units {
-            pass::<V, F, ROWS, STEP, WIDTH, 0, PREFETCH>(sums, strip, unit, 0);
+            pass::<V, F, ROWS, STEP, WIDTH, 0>(sums, strip, unit, 0, asker);
             unit += WIDTH / F::PARTS;
         }
         while unit < units {
-            one_unit::<V, F, ROWS, STEP, WIDTH, PREFETCH>(sums, strip, unit, 0);
+            one_unit::<V, F, ROWS, STEP, WIDTH>(sums, strip, unit, 0, asker);
             unit += 1;
         }
         if part > 0 {
-            one_unit::<V, F, ROWS, STEP, WIDTH, false>(sums, strip, unit, part);
+            one_unit::<V, F, ROWS, STEP, WIDTH>(sums, strip, unit, part, asker);
         }
     }
 }
 
 /// One unit, in pieces of at most `WIDTH` vectors.
 #[inline(always)]
-unsafe fn one_unit<
-    V: Vector,
-    F: ValueForm<V>,
-    const ROWS: usize,
-    const STEP: usize,
-    const WIDTH: usize,
-    const PREFETCH: bool,
->(
+unsafe fn one_unit<V: Vector, F: ValueForm<V>, const ROWS: usize, const STEP: usize, const WIDTH: usize>(
     sums: &Sums,
     strip: &Strip,
     unit: usize,
     part: usize,
+    asker: &mut Asker,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         match (F::PARTS, WIDTH) {
-            (1, _) => pass::<V, F, ROWS, STEP, 1, 0, PREFETCH>(sums, strip, unit, part),
-            (2, _) => pass::<V, F, ROWS, STEP, 2, 0, PREFETCH>(sums, strip, unit, part),
+            (1, _) => pass::<V, F, ROWS, STEP, 1, 0>(sums, strip, unit, part, asker),
+            (2, _) => pass::<V, F, ROWS, STEP, 2, 0>(sums, strip, unit, part, asker),
             (_, 2) => {
-                pass::<V, F, ROWS, STEP, 2, 0, PREFETCH>(sums, strip, unit, part);
-                pass::<V, F, ROWS, STEP, 2, 2, false>(sums, strip, unit, part);
+                pass::<V, F, ROWS, STEP, 2, 0>(sums, strip, unit, part, asker);
+                pass::<V, F, ROWS, STEP, 2, 2>(sums, strip, unit, part, asker);
             }
-            _ => pass::<V, F, ROWS, STEP, 4, 0, PREFETCH>(sums, strip, unit, part),
+            _ => pass::<V, F, ROWS, STEP, 4, 0>(sums, strip, unit, part, asker),
         }
     }
+}
+
+/// How many cache lines of a row start in `count` units from a unit on.
+#[inline(always)]
+fn first_lines<V: Vector>(unit: usize, count: usize) -> usize {
+    ((unit + count) * V::UNIT_BYTES).div_ceil(LINE_BYTES) - (unit * V::UNIT_BYTES).div_ceil(LINE_BYTES)
 }
 
 /// Vectors `FIRST` to `FIRST + WIDTH` from a unit on, over all tokens; a step of weights is `STEP` tokens a row.
@@ -210,12 +200,12 @@ unsafe fn pass<
     const STEP: usize,
     const WIDTH: usize,
     const FIRST: usize,
-    const PREFETCH: bool,
 >(
     sums: &Sums,
     strip: &Strip,
     unit: usize,
     part_bytes: usize,
+    asker: &mut Asker,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -227,11 +217,15 @@ unsafe fn pass<
                 *total = V::load(acc.add(row * sums.stride + x * V::LANES)).mul(shrink);
             }
         }
+        let lines = if FIRST == 0 { first_lines::<V>(unit, WIDTH.div_ceil(F::PARTS)) } else { 0 };
         for step in 0..strip.len / STEP {
             let weights = sums.weights.add(step * V::LANES * F::WEIGHT_BYTES);
             for i in 0..STEP / F::TOKENS {
                 let token = step * STEP + i * F::TOKENS;
-                add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST, PREFETCH>(
+                if token.is_multiple_of(PLACES) && lines > 0 && asker.is_due() {
+                    asker.ask::<V>(lines);
+                }
+                add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(
                     &mut total,
                     strip,
                     token,
@@ -246,7 +240,7 @@ unsafe fn pass<
         for i in 0..(strip.len - whole).div_ceil(F::TOKENS) {
             let token = whole + i * F::TOKENS;
             let weights = weights.add(i * F::TOKENS * F::WEIGHT_BYTES);
-            add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST, false>(&mut total, strip, token, unit, part_bytes, weights);
+            add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(&mut total, strip, token, unit, part_bytes, weights);
         }
         for (row, total) in total.iter().enumerate() {
             for (x, total) in total.iter().enumerate() {
@@ -265,7 +259,6 @@ unsafe fn add_tokens<
     const STEP: usize,
     const WIDTH: usize,
     const FIRST: usize,
-    const PREFETCH: bool,
 >(
     total: &mut [[V; WIDTH]; ROWS],
     strip: &Strip,
@@ -278,16 +271,6 @@ unsafe fn add_tokens<
     // SAFETY: the caller's promise.
     unsafe {
         let rows = strip.rows.add(token);
-        if PREFETCH {
-            for i in 0..F::TOKENS {
-                let next = strip.next.add(token + i).read().wrapping_offset(at);
-                for i in 0..WIDTH.div_ceil(F::PARTS) {
-                    if ((unit + i) * V::UNIT_BYTES).is_multiple_of(64) {
-                        V::prefetch(next.wrapping_add(i * V::UNIT_BYTES));
-                    }
-                }
-            }
-        }
         let mut values = [F::values(rows, at, part_bytes, FIRST); WIDTH];
         for (x, values) in values.iter_mut().enumerate().skip(1) {
             let at = at + (x / F::PARTS * V::UNIT_BYTES) as isize;

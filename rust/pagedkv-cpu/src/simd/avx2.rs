@@ -209,6 +209,6 @@ impl Vector for Avx2 {
 
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
     }
 }

@@ -222,7 +222,7 @@ impl Vector for Avx512 {
 
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
     }
 }
 
