@@ -92,6 +92,19 @@ def test_paged_attention_matches_oracle_when_the_cache_is_fp8(
     assert_matches_oracle(batch, **scales)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2], ids=name)
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 17])
+def test_an_infinite_value_of_the_last_token_stays_infinite(paged_attention, make_batch, dtype, seq_len):
+    q_dtype = torch.bfloat16 if dtype in FP8 else dtype
+    batch = make_batch([(seq_len, 1)], dtype=dtype, q_dtype=q_dtype, num_q_heads=1, num_kv_heads=1, head_dim=8)
+    block, offset = divmod(seq_len - 1, 16)
+    batch.v_cache[batch.block_table[batch.rows[0], block].long(), :, offset] = torch.tensor(torch.inf).to(dtype)
+    out = paged_attention(
+        batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc, batch.rows
+    )
+    np.testing.assert_array_equal(out[0, 0].float().numpy(), np.full(8, np.inf, np.float32))
+
+
 @pytest.mark.parametrize("dtype", FP8, ids=name)
 def test_paged_attention_reads_every_fp8_number(paged_attention, make_batch, dtype):
     batch = make_batch([(256, 1)], dtype=dtype, q_dtype=torch.bfloat16, num_q_heads=1, num_kv_heads=1, head_dim=8)

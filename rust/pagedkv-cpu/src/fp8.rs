@@ -1,6 +1,6 @@
 //! FP8 values one at a time.
 
-use half::f16;
+use half::{bf16, f16};
 
 use crate::view::DType;
 
@@ -16,6 +16,20 @@ pub(crate) fn decode(dtype: DType, bits: u8) -> f32 {
         DType::F8E5M2 => f16::from_bits(u16::from(bits) << 8).to_f32(),
         other => panic!("broken law: {} is no FP8", other.name()),
     }
+}
+
+/// The bfloat16 of the same value: it has room for every FP8.
+///
+/// # Panics
+///
+/// If `dtype` is no FP8.
+pub(crate) const fn as_bf16(dtype: DType, bits: u8) -> u16 {
+    let value = match dtype {
+        DType::F8E4M3 => f16::from_bits(e4m3_as_f16(bits)).to_f32_const() * 256.0,
+        DType::F8E5M2 => f16::from_bits((bits as u16) << 8).to_f32_const(),
+        _ => panic!("broken law: bfloat16 of what is no FP8"),
+    };
+    bf16::from_f32_const(value).to_bits()
 }
 
 /// The nearest value, ties to even; the largest finite one beyond it, and NaN for NaN.
@@ -65,6 +79,16 @@ mod tests {
             for bits in 0..=u8::MAX {
                 let value = decode(dtype, bits);
                 assert!(!value.is_finite() || encode(dtype, value) == bits, "{dtype:?} {bits:#x} is {value}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_value_is_a_bfloat16() {
+        for dtype in [DType::F8E4M3, DType::F8E5M2] {
+            for bits in 0..=u8::MAX {
+                let (value, same) = (decode(dtype, bits), bf16::from_bits(as_bf16(dtype, bits)).to_f32());
+                assert!(value.total_cmp(&same).is_eq() || value.is_nan() && same.is_nan(), "{dtype:?} {bits:#x}");
             }
         }
     }

@@ -14,7 +14,7 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
     Avx512,
-    /// The same with products of bfloat16 pairs.
+    /// The same with products of bfloat16 pairs, which FP8 becomes where there is VBMI too.
     Avx512Bf16,
     /// The same with tiles of AMX. Where those are, products of pairs take twice the time of float32 ones, so few rows are
     /// multiplied in float32.

@@ -12,7 +12,7 @@ use super::{ScoreFn, SoftenFn, SoftenRowsFn, Strip, WeighFn};
 use crate::isa::Isa;
 use crate::simd::{BF16, Element, F8E4M3, F8E5M2, F16, F32, Portable, Vector, position};
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{avx2::Avx2, avx512::Avx512};
+use crate::simd::{ByteElement, avx2::Avx2, avx512::Avx512};
 use crate::view::DType;
 
 /// What scores queries against keys of one type.
@@ -105,8 +105,8 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => of(
                 Avx512::LANES,
-                if [q, k] == [DType::BF16; 2] { paired::keys(is_packed) } else { avx512::keys(k, is_packed) },
-                if [q, v] == [DType::BF16; 2] { paired::values() } else { avx512::values(v) },
+                paired::keys_for(q, k, is_packed).unwrap_or_else(|| avx512::keys(k, is_packed)),
+                paired::values_for(q, v).unwrap_or_else(|| avx512::values(v)),
             ),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Amx => of(Avx512::LANES, avx512::keys(k, is_packed), avx512::values(v)),
@@ -304,10 +304,18 @@ kernels!(
     Avx512
 );
 
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    #[target_feature(enable = "avx512vbmi,avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
+    avx512_bytes,
+    Avx512
+);
+
 /// Products of bfloat16 pairs.
 #[cfg(target_arch = "x86_64")]
 mod paired {
-    use super::{DType, KeyKernels, ValueKernels, avx512_bf16, product, score, soften, weigh};
+    use super::{ByteElement, DType, F8E4M3, F8E5M2, KeyKernels, ValueKernels, avx512_bf16, avx512_bytes};
+    use super::{product, score, soften, weigh};
 
     pub(super) fn keys(is_packed: bool) -> KeyKernels {
         avx512_bf16::keys_of::<score::Pairs, product::Pairs>(DType::BF16, true, 1.0, is_packed)
@@ -315,5 +323,38 @@ mod paired {
 
     pub(super) fn values() -> ValueKernels {
         avx512_bf16::values_of::<weigh::Pairs, soften::Rounded, product::Pairs>(DType::BF16, true, 1.0)
+    }
+
+    /// Whether FP8 becomes bfloat16 on this processor.
+    fn has_lookup() -> bool {
+        is_x86_feature_detected!("avx512vbmi")
+    }
+
+    /// What scores queries of one type against keys of another in pairs.
+    pub(super) fn keys_for(q: DType, k: DType, is_packed: bool) -> Option<KeyKernels> {
+        match (q, k) {
+            (DType::BF16, DType::BF16) => Some(keys(is_packed)),
+            (DType::BF16, DType::F8E4M3) if has_lookup() => Some(byte_keys::<F8E4M3>(is_packed)),
+            (DType::BF16, DType::F8E5M2) if has_lookup() => Some(byte_keys::<F8E5M2>(is_packed)),
+            _ => None,
+        }
+    }
+
+    /// What weighs values in pairs, where the query's type allows weights that are rounded to it.
+    pub(super) fn values_for(q: DType, v: DType) -> Option<ValueKernels> {
+        match (q, v) {
+            (DType::BF16, DType::BF16) => Some(values()),
+            (DType::BF16, DType::F8E4M3) if has_lookup() => Some(byte_values::<F8E4M3>()),
+            (DType::BF16, DType::F8E5M2) if has_lookup() => Some(byte_values::<F8E5M2>()),
+            _ => None,
+        }
+    }
+
+    fn byte_keys<E: ByteElement>(is_packed: bool) -> KeyKernels {
+        avx512_bytes::keys_of::<score::BytePairs<E>, product::Pairs>(E::DTYPE, true, 1.0, is_packed)
+    }
+
+    fn byte_values<E: ByteElement>() -> ValueKernels {
+        avx512_bytes::values_of::<weigh::BytePairs<E>, soften::Rounded, product::Pairs>(E::DTYPE, true, 1.0)
     }
 }

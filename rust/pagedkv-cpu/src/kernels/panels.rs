@@ -6,7 +6,7 @@
 
 use super::score;
 use super::weigh;
-use crate::simd::{Bf16Dot, Element, Vector};
+use crate::simd::{Bf16Dot, ByteElement, ByteLookup, Element, Vector, widen_half, widen_pairs};
 
 /// What to lay out, and where.
 pub(crate) struct Panel {
@@ -57,6 +57,17 @@ impl<V: Bf16Dot> KeyCells<V> for score::Pairs {
         // SAFETY: the caller's promise.
         unsafe { V::store_unit(unit, to.cast()) };
         1
+    }
+}
+
+impl<V: ByteLookup, E: ByteElement> KeyCells<V> for score::BytePairs<E> {
+    #[inline(always)]
+    unsafe fn cells(unit: V::Unit, to: *mut f32) -> usize {
+        for part in 0..2 {
+            // SAFETY: the caller's promise.
+            unsafe { V::store_unit(widen_half::<V, E>(unit, part), to.add(part * V::LANES).cast()) };
+        }
+        2
     }
 }
 
@@ -117,6 +128,16 @@ unsafe fn load<V: Vector>(row: *const u8, at: usize, part_bytes: usize) -> V::Un
     unsafe { if part_bytes == 0 { V::load_unit(row.add(at)) } else { V::load_part(row.add(at), part_bytes) } }
 }
 
+/// Nothing is read of a row that is not there.
+#[inline(always)]
+unsafe fn load_two<V: Vector>(rows: [*const u8; 2], at: usize, part_bytes: usize) -> [V::Unit; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let b = if rows[1].is_null() { V::load_part(rows[0], 0) } else { load::<V>(rows[1], at, part_bytes) };
+        [load::<V>(rows[0], at, part_bytes), b]
+    }
+}
+
 impl<V: Vector, E: Element> ValueCells<V> for weigh::Widened<E> {
     const TOKENS: usize = 1;
 
@@ -140,13 +161,27 @@ impl<V: Bf16Dot> ValueCells<V> for weigh::Pairs {
     unsafe fn cells(rows: [*const u8; 2], at: usize, part_bytes: usize, to: *mut f32, stride: usize) -> usize {
         // SAFETY: the caller's promise.
         unsafe {
-            let a = load::<V>(rows[0], at, part_bytes);
-            // Nothing is read of a row that is not there.
-            let b = if rows[1].is_null() { V::load_part(rows[0], 0) } else { load::<V>(rows[1], at, part_bytes) };
+            let [a, b] = load_two::<V>(rows, at, part_bytes);
             V::store_unit(V::pair_up::<0>(a, b), to.cast());
             V::store_unit(V::pair_up::<1>(a, b), to.add(stride).cast());
         }
         2
+    }
+}
+
+impl<V: ByteLookup, E: ByteElement> ValueCells<V> for weigh::BytePairs<E> {
+    const TOKENS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn cells(rows: [*const u8; 2], at: usize, part_bytes: usize, to: *mut f32, stride: usize) -> usize {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [a, b] = load_two::<V>(rows, at, part_bytes);
+            for part in 0..4 {
+                V::store_unit(widen_pairs::<V, E>(a, b, part), to.add(part * stride).cast());
+            }
+        }
+        4
     }
 }
 

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 
 use super::ahead::{Asker, LINE_BYTES, PLACES};
 use super::{Groups, STRIP_TOKENS, Strip};
-use crate::simd::{Bf16Dot, Element, Vector};
+use crate::simd::{Bf16Dot, ByteElement, ByteLookup, Element, Vector, widen_half};
 
 /// How one unit of keys meets the queries.
 ///
@@ -75,6 +75,31 @@ impl<V: Bf16Dot> KeyForm<V> for Pairs {
                 for (token, unit) in keys.into_iter().enumerate() {
                     sums[row * TOKENS + token] = sums[row * TOKENS + token].dot_pairs(unit, q);
                 }
+            }
+        }
+    }
+}
+
+/// Keys of one byte that become bfloat16; queries are bfloat16.
+pub(crate) struct BytePairs<E>(PhantomData<E>);
+
+impl<V: ByteLookup, E: ByteElement> KeyForm<V> for BytePairs<E> {
+    const QUERY_VECTORS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn add<const ROWS: usize, const TOKENS: usize, const N: usize>(
+        sums: &mut [V; N],
+        q: *const u8,
+        keys: [V::Unit; TOKENS],
+    ) {
+        for part in 0..2 {
+            // SAFETY: the caller's promise; queries lie `[part][row]` within a unit.
+            unsafe {
+                let mut wide = keys;
+                for wide in &mut wide {
+                    *wide = widen_half::<V, E>(*wide, part);
+                }
+                Pairs::add::<ROWS, TOKENS, N>(sums, q.add(part * ROWS * V::UNIT_BYTES), wide);
             }
         }
     }

@@ -2,10 +2,10 @@
 //! of lanes are never needed.
 
 use super::ahead::{Asker, LINE_BYTES, PLACES};
-use super::score::{Pairs, Widened};
+use super::score::{BytePairs, Pairs, Widened};
 use super::{Groups, Panel, STRIP_TOKENS, Strip};
 use crate::packed_keys::GROUP_TOKENS;
-use crate::simd::{Bf16Dot, Element, Vector, packed_source};
+use crate::simd::{Bf16Dot, ByteElement, ByteLookup, Element, Vector, packed_source, widen_half};
 
 /// Vectors of tokens that are scored side by side, for sums enough to hide how long one takes.
 const VECTORS: usize = 2;
@@ -93,6 +93,35 @@ impl<V: Bf16Dot> PackedForm<V> for Pairs {
     #[inline(always)]
     unsafe fn keys(units: [V::Unit; VECTORS], _: usize, vector: usize) -> V::Unit {
         units[vector]
+    }
+
+    #[inline(always)]
+    unsafe fn add(sum: V, keys: V::Unit, query: V::Unit) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { sum.dot_pairs(keys, query) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(keys: V::Unit, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { V::store_unit(keys, to.cast()) }
+    }
+}
+
+impl<V: ByteLookup, E: ByteElement> PackedForm<V> for BytePairs<E> {
+    const STEPS: usize = 2;
+    type Operand = V::Unit;
+
+    #[inline(always)]
+    unsafe fn query(cell: *const f32) -> V::Unit {
+        // SAFETY: the caller's promise.
+        unsafe { V::splat_pair(cell.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn keys(units: [V::Unit; VECTORS], step: usize, vector: usize) -> V::Unit {
+        // SAFETY: the caller's promise. Half a line is a cell of each token.
+        unsafe { widen_half::<V, E>(units[vector], step) }
     }
 
     #[inline(always)]

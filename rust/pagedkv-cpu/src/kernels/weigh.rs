@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::ahead::{Asker, LINE_BYTES, PLACES};
 use super::{Groups, STRIP_TOKENS, Strip};
-use crate::simd::{Bf16Dot, Element, Vector};
+use crate::simd::{Bf16Dot, ByteElement, ByteLookup, Element, Vector, widen_pairs};
 
 /// How values meet their weights.
 ///
@@ -19,17 +19,42 @@ pub(crate) trait ValueForm<V: Vector> {
     const WEIGHT_BYTES: usize;
     type Operand: Copy;
 
-    /// Vector `part` of the unit at byte `at` of the rows from `rows` on; `part_bytes` of it, or all with 0.
-    unsafe fn values(rows: *const *const u8, at: isize, part_bytes: usize, part: usize) -> Self::Operand;
+    /// Vector `part` of the unit that lies in the rows at `piece`.
+    unsafe fn values(rows: *const *const u8, piece: Piece, part: usize) -> Self::Operand;
     /// The weight at that address, in every lane.
     unsafe fn weight(from: *const u8) -> Self::Operand;
     unsafe fn add(sum: V, values: Self::Operand, weight: Self::Operand) -> V;
 }
 
-#[inline(always)]
-unsafe fn load<V: Vector>(row: *const u8, at: isize, part_bytes: usize) -> V::Unit {
-    // SAFETY: the caller's promise.
-    unsafe { if part_bytes == 0 { V::load_unit(row.offset(at)) } else { V::load_part(row.offset(at), part_bytes) } }
+/// Where a unit lies in the rows of the tokens that one operation takes.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    at: isize,
+    /// Bytes of it, or 0 for all.
+    part_bytes: usize,
+    /// Whether there is only one token left, for an operation that takes two.
+    is_single: bool,
+}
+
+impl Piece {
+    #[inline(always)]
+    unsafe fn load<V: Vector>(self, rows: *const *const u8) -> V::Unit {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = rows.read().offset(self.at);
+            if self.part_bytes == 0 { V::load_unit(from) } else { V::load_part(from, self.part_bytes) }
+        }
+    }
+
+    /// Zeros take the place of a token that is not there: its weight of 0 would make NaN of anything infinite.
+    #[inline(always)]
+    unsafe fn load_two<V: Vector>(self, rows: *const *const u8) -> [V::Unit; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let b = if self.is_single { V::load_part(rows.read(), 0) } else { self.load::<V>(rows.add(1)) };
+            [self.load::<V>(rows), b]
+        }
+    }
 }
 
 /// Values that are widened to float32, with weights in float32.
@@ -42,9 +67,9 @@ impl<V: Vector, E: Element> ValueForm<V> for Widened<E> {
     type Operand = V;
 
     #[inline(always)]
-    unsafe fn values(rows: *const *const u8, at: isize, part_bytes: usize, part: usize) -> V {
+    unsafe fn values(rows: *const *const u8, piece: Piece, part: usize) -> V {
         // SAFETY: the caller's promise.
-        unsafe { E::widen(load::<V>(rows.read(), at, part_bytes), part) }
+        unsafe { E::widen(piece.load::<V>(rows), part) }
     }
 
     #[inline(always)]
@@ -70,11 +95,42 @@ impl<V: Bf16Dot> ValueForm<V> for Pairs {
     type Operand = V::Unit;
 
     #[inline(always)]
-    unsafe fn values(rows: *const *const u8, at: isize, part_bytes: usize, part: usize) -> V::Unit {
-        // SAFETY: the caller's promise; behind the last token of a strip its address is repeated.
+    unsafe fn values(rows: *const *const u8, piece: Piece, part: usize) -> V::Unit {
+        // SAFETY: the caller's promise.
         unsafe {
-            let (a, b) = (load::<V>(rows.read(), at, part_bytes), load::<V>(rows.add(1).read(), at, part_bytes));
+            let [a, b] = piece.load_two::<V>(rows);
             if part == 0 { V::pair_up::<0>(a, b) } else { V::pair_up::<1>(a, b) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weight(from: *const u8) -> V::Unit {
+        // SAFETY: the caller's promise.
+        unsafe { V::splat_pair(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(sum: V, values: V::Unit, weight: V::Unit) -> V {
+        // SAFETY: the caller's promise.
+        unsafe { sum.dot_pairs(values, weight) }
+    }
+}
+
+/// Values of one byte that become bfloat16, of two tokens at a time.
+pub(crate) struct BytePairs<E>(PhantomData<E>);
+
+impl<V: ByteLookup, E: ByteElement> ValueForm<V> for BytePairs<E> {
+    const PARTS: usize = 4;
+    const TOKENS: usize = 2;
+    const WEIGHT_BYTES: usize = 2;
+    type Operand = V::Unit;
+
+    #[inline(always)]
+    unsafe fn values(rows: *const *const u8, piece: Piece, part: usize) -> V::Unit {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let [a, b] = piece.load_two::<V>(rows);
+            widen_pairs::<V, E>(a, b, part)
         }
     }
 
@@ -218,6 +274,7 @@ unsafe fn pass<
             }
         }
         let lines = if FIRST == 0 { first_lines::<V>(unit, WIDTH.div_ceil(F::PARTS)) } else { 0 };
+        let piece = Piece { at: strip.offset + (unit * V::UNIT_BYTES) as isize, part_bytes, is_single: false };
         for step in 0..strip.len / STEP {
             let weights = sums.weights.add(step * V::LANES * F::WEIGHT_BYTES);
             for i in 0..STEP / F::TOKENS {
@@ -225,22 +282,17 @@ unsafe fn pass<
                 if token.is_multiple_of(PLACES) && lines > 0 && asker.is_due() {
                     asker.ask::<V>(lines);
                 }
-                add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(
-                    &mut total,
-                    strip,
-                    token,
-                    unit,
-                    part_bytes,
-                    weights.add(i * F::TOKENS * F::WEIGHT_BYTES),
-                );
+                let weights = weights.add(i * F::TOKENS * F::WEIGHT_BYTES);
+                add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(&mut total, strip.rows.add(token), piece, weights);
             }
         }
         let whole = strip.len / STEP * STEP;
         let weights = sums.weights.add(whole / STEP * V::LANES * F::WEIGHT_BYTES);
         for i in 0..(strip.len - whole).div_ceil(F::TOKENS) {
             let token = whole + i * F::TOKENS;
+            let piece = Piece { is_single: token + 1 == strip.len, ..piece };
             let weights = weights.add(i * F::TOKENS * F::WEIGHT_BYTES);
-            add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(&mut total, strip, token, unit, part_bytes, weights);
+            add_tokens::<V, F, ROWS, STEP, WIDTH, FIRST>(&mut total, strip.rows.add(token), piece, weights);
         }
         for (row, total) in total.iter().enumerate() {
             for (x, total) in total.iter().enumerate() {
@@ -261,20 +313,16 @@ unsafe fn add_tokens<
     const FIRST: usize,
 >(
     total: &mut [[V; WIDTH]; ROWS],
-    strip: &Strip,
-    token: usize,
-    unit: usize,
-    part_bytes: usize,
+    rows: *const *const u8,
+    piece: Piece,
     weights: *const u8,
 ) {
-    let at = strip.offset + (unit * V::UNIT_BYTES) as isize;
     // SAFETY: the caller's promise.
     unsafe {
-        let rows = strip.rows.add(token);
-        let mut values = [F::values(rows, at, part_bytes, FIRST); WIDTH];
+        let mut values = [F::values(rows, piece, FIRST); WIDTH];
         for (x, values) in values.iter_mut().enumerate().skip(1) {
-            let at = at + (x / F::PARTS * V::UNIT_BYTES) as isize;
-            *values = F::values(rows, at, part_bytes, FIRST + x % F::PARTS);
+            let piece = Piece { at: piece.at + (x / F::PARTS * V::UNIT_BYTES) as isize, ..piece };
+            *values = F::values(rows, piece, FIRST + x % F::PARTS);
         }
         for (row, total) in total.iter_mut().enumerate() {
             let weight = F::weight(weights.add(row * STEP * F::WEIGHT_BYTES));

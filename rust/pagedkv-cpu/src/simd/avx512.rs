@@ -1,4 +1,5 @@
-//! Sixteen lanes of AVX-512 (F, BW, VL, DQ), and products of bfloat16 pairs where the processor has them.
+//! Sixteen lanes of AVX-512 (F, BW, VL, DQ), and products of bfloat16 pairs and bytes looked up (VBMI) where the processor has
+//! them.
 #![allow(clippy::wildcard_imports, reason = "the intrinsics of an instruction set")]
 #![allow(
     unsafe_op_in_unsafe_fn,
@@ -8,7 +9,7 @@
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-use super::{Bf16Dot, Vector};
+use super::{Bf16Dot, Bf16Table, ByteLookup, Vector};
 
 /// One register of AVX-512.
 #[derive(Clone, Copy, Debug)]
@@ -257,5 +258,29 @@ impl Bf16Dot for Avx512 {
     unsafe fn store_bf16(self, to: *mut u8) {
         let rounded = transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0));
         _mm256_storeu_si256(to.cast(), rounded);
+    }
+}
+
+/// Bytes looked up by the lower seven bits of each.
+#[inline(always)]
+unsafe fn look_up(bytes: __m512i, table: &[u8; 128]) -> __m512i {
+    let table = table.as_ptr();
+    let (low, high) = (_mm512_loadu_si512(table.cast()), _mm512_loadu_si512(table.add(64).cast()));
+    _mm512_permutex2var_epi8(low, bytes, high)
+}
+
+impl ByteLookup for Avx512 {
+    #[inline(always)]
+    unsafe fn arrange(a: Self::Unit, b: Self::Unit, order: &[u8; 64]) -> Self::Unit {
+        _mm512_permutex2var_epi8(a, _mm512_loadu_si512(order.as_ptr().cast()), b)
+    }
+
+    #[inline(always)]
+    unsafe fn look_up<const HALF: usize>(bytes: Self::Unit, table: &Bf16Table) -> Self::Unit {
+        const AND_OR: i32 = 0xea; // a & b | c
+        let sign = _mm512_set1_epi8(i8::MIN);
+        let low = look_up(bytes, &table.low);
+        let high = _mm512_ternarylogic_epi32::<AND_OR>(bytes, sign, look_up(bytes, &table.high));
+        if HALF == 0 { _mm512_unpacklo_epi8(low, high) } else { _mm512_unpackhi_epi8(low, high) }
     }
 }

@@ -26,10 +26,12 @@ macro_rules! instructions {
 pub(crate) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+mod byte_pairs;
 mod element;
 pub(crate) mod math;
 mod portable;
 
+pub(crate) use byte_pairs::{Bf16Table, ByteElement, widen_half, widen_pairs};
 pub(crate) use element::{BF16, Element, F8E4M3, F8E5M2, F16, F32, packed_source, position};
 pub(crate) use portable::Portable;
 
@@ -109,4 +111,16 @@ pub(crate) trait Bf16Dot: Vector {
     unsafe fn store_unit(unit: Self::Unit, to: *mut u8);
     /// Rounds to nearest and writes half a unit.
     unsafe fn store_bf16(self, to: *mut u8);
+}
+
+/// Bytes that become bfloat16 by being looked up.
+///
+/// # Safety
+///
+/// As for [`Vector`].
+pub(crate) trait ByteLookup: Bf16Dot {
+    /// Byte `i` becomes byte `order[i]` of `a`, or of `b` where that is a whole unit more.
+    unsafe fn arrange(a: Self::Unit, b: Self::Unit, order: &[u8; 64]) -> Self::Unit;
+    /// Of every sixteen bytes the first eight as bfloat16, or with `HALF` 1 the other ones.
+    unsafe fn look_up<const HALF: usize>(bytes: Self::Unit, table: &Bf16Table) -> Self::Unit;
 }
