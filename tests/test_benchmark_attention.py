@@ -318,7 +318,12 @@ def test_page_size_is_that_of_most_of_a_mapping():
         machine.page_bytes_in(smaps, 0x900000, 4096)
 
 
-@pytest.mark.parametrize(("torch_seconds", "expected"), [(0.01, peers.READ_BYTES / 0.01), (1.0, 4e9)])
+@pytest.mark.parametrize(("torch_seconds", "expected"), [(0.01, [peers.READ_BYTES / 0.01]), (1.0, [3e9, 4e9, 5e9])])
 def test_limit_is_the_faster_of_two_plain_reads(torch_seconds, expected):
     samples = {"read_2": [3e9, 4e9, 5e9], measures.TORCH_SUM: [torch_seconds]}
     assert measures.plain_read(samples, "read_2") == expected
+
+
+def test_share_of_a_limit_compares_what_was_measured_in_the_same_round():
+    ours = [6.0, 6.0, 7.0, 60.0, 60.0, 50.0, 6.0, 6.0, 1.0]
+    assert measures.share_by_round(ours, [10.0, 100.0, 10.0], 3) == pytest.approx(0.6)

@@ -27,6 +27,11 @@ def test_line_has_every_field_null_when_there_is_no_peer_and_no_limit(lines):
     assert (line["ours"], line["peers"], line["block_size"]) == (3.5, {}, 16)
 
 
+def test_share_of_a_limit_that_was_measured_more_closely_counts(lines):
+    line = lines.Report("t").add("x", "u", 10, better="higher", limit=40, limit_name="l", of_limit=0.3)
+    assert (line["limit"], line["of_limit"]) == (40, 0.3)
+
+
 @pytest.mark.parametrize(("better", "ratio", "of_limit"), [("higher", 0.5, 0.25), ("lower", 2.0, 4.0)])
 def test_ratio_is_above_one_when_ours_is_better(lines, better, ratio, of_limit):
     line = lines.Report("t").add(
