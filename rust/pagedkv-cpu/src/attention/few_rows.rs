@@ -98,7 +98,7 @@ impl Item<'_> {
         let width = self.call.few.kernels.keys.query_cells;
         for group in Groups::of(self.num_rows) {
             let q = &mut q[group.first * self.call.few.q_len..];
-            for i in 0..group.rows.min(self.num_rows - group.first) {
+            for i in 0..group.used {
                 self.call.pack_query(&self.call.few, self.tile(), [kv_head, group.first + i], row);
                 let to = &mut q[i * width..];
                 // SAFETY: the kernels are those of this processor.
@@ -235,7 +235,7 @@ impl Item<'_> {
         }
         for group in Groups::of(self.num_rows) {
             let tokens = self.lanes / group.rows;
-            for i in 0..group.rows.min(self.num_rows - group.first) {
+            for i in 0..group.used {
                 let row = group.first + i;
                 let layout = WeightLayout {
                     weights: weights.wrapping_add(group.first * STRIP_TOKENS),
@@ -272,7 +272,7 @@ impl Item<'_> {
         for (index, kv_head) in self.tile().kv_heads.clone().enumerate() {
             for group in Groups::of(self.num_rows) {
                 let tokens = self.lanes / group.rows;
-                for i in 0..group.rows.min(self.num_rows - group.first) {
+                for i in 0..group.used {
                     let lane = (index * self.num_groups + group.index) * self.lanes + i * tokens;
                     let row = group.first + i;
                     let at = (index * self.padded_rows + row) * self.acc_len;

@@ -89,8 +89,10 @@ pub(crate) struct Group {
     pub(crate) index: usize,
     /// Its first row.
     pub(crate) first: usize,
-    /// 1, 2 or 4 rows, of which the last may be one too many.
+    /// Rows that there is room for: 1, 2 or 4.
     pub(crate) rows: usize,
+    /// Rows that are there: as many, or 3.
+    pub(crate) used: usize,
 }
 
 /// Deals rows out to groups: fours, and what is left over to one of 1, 2 or 4.
@@ -122,14 +124,15 @@ impl Iterator for Groups {
     #[inline(always)]
     fn next(&mut self) -> Option<Group> {
         let first = self.next * GROUP_ROWS;
-        let rows = match self.num_rows.saturating_sub(first) {
+        let used = self.num_rows.saturating_sub(first).min(GROUP_ROWS);
+        let rows = match used {
             0 => return None,
             1 => 1,
             2 => 2,
             _ => GROUP_ROWS,
         };
         self.next += 1;
-        Some(Group { index: self.next - 1, first, rows })
+        Some(Group { index: self.next - 1, first, rows, used })
     }
 }
 
@@ -139,10 +142,10 @@ mod tests {
 
     #[test]
     fn groups_take_fours_and_pad_three() {
-        let rows = |n: usize| Groups::of(n).map(|group| (group.first, group.rows)).collect::<Vec<_>>();
+        let rows = |n: usize| Groups::of(n).map(|group| (group.first, group.rows, group.used)).collect::<Vec<_>>();
         assert_eq!(rows(0), []);
-        assert_eq!(rows(1), [(0, 1)]);
-        assert_eq!(rows(7), [(0, 4), (4, 4)]);
-        assert_eq!(rows(10), [(0, 4), (4, 4), (8, 2)]);
+        assert_eq!(rows(1), [(0, 1, 1)]);
+        assert_eq!(rows(7), [(0, 4, 4), (4, 4, 3)]);
+        assert_eq!(rows(10), [(0, 4, 4), (4, 4, 4), (8, 2, 2)]);
     }
 }

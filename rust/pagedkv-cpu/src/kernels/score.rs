@@ -18,7 +18,7 @@ pub(crate) trait KeyForm<V: Vector> {
     /// Vectors of packed queries per unit of keys and row.
     const QUERY_VECTORS: usize;
 
-    /// Adds the products of `TOKENS` units of keys with `ROWS` packed queries to sums `[row][token]`.
+    /// Adds the products of `TOKENS` units of keys with `ROWS` queries, packed among `N / TOKENS`, to sums `[row][token]`.
     unsafe fn add<const ROWS: usize, const TOKENS: usize, const N: usize>(
         sums: &mut [V; N],
         q: *const u8,
@@ -46,7 +46,7 @@ impl<V: Vector, E: Element> KeyForm<V> for Widened<E> {
                     *wide = E::widen(unit, part);
                 }
                 for row in 0..ROWS {
-                    let q = V::load(q.add((part * ROWS + row) * V::UNIT_BYTES).cast());
+                    let q = V::load(q.add((part * (N / TOKENS) + row) * V::UNIT_BYTES).cast());
                     for (token, wide) in wide.iter().enumerate() {
                         sums[row * TOKENS + token] = wide.mul_add(q, sums[row * TOKENS + token]);
                     }
@@ -99,7 +99,7 @@ impl<V: ByteLookup, E: ByteElement> KeyForm<V> for BytePairs<E> {
                 for wide in &mut wide {
                     *wide = widen_half::<V, E>(*wide, part);
                 }
-                Pairs::add::<ROWS, TOKENS, N>(sums, q.add(part * ROWS * V::UNIT_BYTES), wide);
+                Pairs::add::<ROWS, TOKENS, N>(sums, q.add(part * (N / TOKENS) * V::UNIT_BYTES), wide);
             }
         }
     }
@@ -119,11 +119,13 @@ pub(super) unsafe fn score<V: Vector, K: KeyForm<V>>(q: *const u8, num_rows: usi
         for group in Groups::of(num_rows) {
             let q = q.add(group.first * query_bytes);
             let scores = scores.add(group.first * STRIP_TOKENS);
-            match (group.rows, V::LANES) {
+            match (group.used, V::LANES) {
                 (4, 16) => score_group::<V, K, 4, 4, 16>(q, strip, scores, &mut asker),
+                (3, 16) => score_group::<V, K, 3, 4, 16>(q, strip, scores, &mut asker),
                 (2, 16) => score_group::<V, K, 2, 8, 16>(q, strip, scores, &mut asker),
                 (_, 16) => score_group::<V, K, 1, 16, 16>(q, strip, scores, &mut asker),
                 (4, _) => score_group::<V, K, 4, 2, 8>(q, strip, scores, &mut asker),
+                (3, _) => score_group::<V, K, 3, 2, 8>(q, strip, scores, &mut asker),
                 (2, _) => score_group::<V, K, 2, 4, 8>(q, strip, scores, &mut asker),
                 _ => score_group::<V, K, 1, 8, 8>(q, strip, scores, &mut asker),
             }
@@ -131,7 +133,8 @@ pub(super) unsafe fn score<V: Vector, K: KeyForm<V>>(q: *const u8, num_rows: usi
     }
 }
 
-/// One group against the whole strip, `TOKENS` keys at a time; `ROWS * TOKENS` is `N`, the number of lanes.
+/// One group against the whole strip, `TOKENS` keys at a time. `N` is the number of lanes; of the `N / TOKENS` rows that it
+/// has room for, `ROWS` are there.
 #[inline(always)]
 unsafe fn score_group<V: Vector, K: KeyForm<V>, const ROWS: usize, const TOKENS: usize, const N: usize>(
     q: *const u8,
@@ -140,7 +143,7 @@ unsafe fn score_group<V: Vector, K: KeyForm<V>, const ROWS: usize, const TOKENS:
     asker: &mut Asker,
 ) {
     let (units, part) = (strip.row_bytes / V::UNIT_BYTES, strip.row_bytes % V::UNIT_BYTES);
-    let query_bytes = ROWS * K::QUERY_VECTORS * V::UNIT_BYTES;
+    let query_bytes = N / TOKENS * K::QUERY_VECTORS * V::UNIT_BYTES;
     for step in 0..strip.len.div_ceil(TOKENS) {
         // SAFETY: the caller's promise; a strip has STRIP_TOKENS addresses, a multiple of TOKENS.
         unsafe {

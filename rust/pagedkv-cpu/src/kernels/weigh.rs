@@ -181,11 +181,13 @@ pub(super) unsafe fn weigh<V: Vector, F: ValueForm<V>>(
                 shrink: shrink.add(group.index * V::LANES),
             };
             // As many accumulators as registers allow: half of them.
-            match (group.rows, V::LANES) {
+            match (group.used, V::LANES) {
                 (4, 16) => weigh_group::<V, F, 4, 4, 4>(&sums, strip, &mut asker),
+                (3, 16) => weigh_group::<V, F, 3, 4, 4>(&sums, strip, &mut asker),
                 (2, 16) => weigh_group::<V, F, 2, 8, 8>(&sums, strip, &mut asker),
                 (_, 16) => weigh_group::<V, F, 1, 16, 8>(&sums, strip, &mut asker),
                 (4, _) => weigh_group::<V, F, 4, 2, 2>(&sums, strip, &mut asker),
+                (3, _) => weigh_group::<V, F, 3, 2, 2>(&sums, strip, &mut asker),
                 (2, _) => weigh_group::<V, F, 2, 4, 4>(&sums, strip, &mut asker),
                 _ => weigh_group::<V, F, 1, 8, 8>(&sums, strip, &mut asker),
             }
