@@ -113,7 +113,7 @@ impl Item<'_> {
         let caches = [&operands.k_cache, &operands.v_cache];
         // Strips start at multiples of their length, so that windows do not move the borders of later ones.
         let strip = |start: usize| start..keys.end.min((start / STRIP_TOKENS + 1) * STRIP_TOKENS);
-        let (mut now, mut next) = (StripRows::new(), StripRows::new());
+        let (mut now, mut next) = (&mut StripRows::new(), &mut StripRows::new());
         if !keys.is_empty() {
             next.find(plan, sequence, caches, strip(first_read(caches[0], keys.start)));
         }

@@ -10,7 +10,7 @@ use std::ffi::c_void;
 
 use super::MAX_HEAD_DIM;
 use super::cells::Cells;
-use crate::convert::{load, narrowed_bf16, store, widened_bf16};
+use crate::convert::{load, narrowed_bf16, store};
 use crate::isa::Isa;
 use crate::view::DType;
 
@@ -124,7 +124,7 @@ unsafe fn pack_bf16<const HALF: usize>(row: Stored, cells: &mut [f32]) {
         // SAFETY: the caller's promise; a row is no longer than its cells.
         unsafe {
             let to = cells.as_mut_ptr().add(start).cast::<[[f32; HALF]; 2]>();
-            widen_pairs(&*row.at(start).cast::<[[u16; 2]; HALF]>(), &mut *to);
+            *to = widened_pairs(row.at(start).cast::<[u32; HALF]>().read_unaligned());
         }
         start += 2 * HALF;
     }
@@ -133,11 +133,13 @@ unsafe fn pack_bf16<const HALF: usize>(row: Stored, cells: &mut [f32]) {
 }
 
 #[inline(always)]
-fn widen_pairs<const HALF: usize>(pairs: &[[u16; 2]; HALF], cells: &mut [[f32; HALF]; 2]) {
+fn widened_pairs<const HALF: usize>(pairs: [u32; HALF]) -> [[f32; HALF]; 2] {
+    let mut cells = [[0.0; HALF]; 2];
     for i in 0..HALF {
-        cells[0][i] = widened_bf16(pairs[i][0]);
-        cells[1][i] = widened_bf16(pairs[i][1]);
+        cells[0][i] = f32::from_bits(pairs[i] << 16);
+        cells[1][i] = f32::from_bits(pairs[i] & 0xffff_0000);
     }
+    cells
 }
 
 /// The elements from `start` on, where a unit starts, and zeros behind them.
@@ -183,7 +185,7 @@ unsafe fn finish_bf16<const HALF: usize>(cells: &[f32], by: Normaliser, row: Sto
         // SAFETY: the caller's promise; a row is no longer than its cells.
         unsafe {
             let from = cells.as_ptr().add(start).cast::<[[f32; HALF]; 2]>();
-            narrow_pairs(&*from, factor, &mut *row.at(start).cast::<[[u16; 2]; HALF]>());
+            row.at(start).cast::<[u32; HALF]>().write_unaligned(narrowed_pairs(&*from, factor));
         }
         start += 2 * HALF;
     }
@@ -192,10 +194,13 @@ unsafe fn finish_bf16<const HALF: usize>(cells: &[f32], by: Normaliser, row: Sto
 }
 
 #[inline(always)]
-fn narrow_pairs<const HALF: usize>(cells: &[[f32; HALF]; 2], factor: f32, pairs: &mut [[u16; 2]; HALF]) {
+fn narrowed_pairs<const HALF: usize>(cells: &[[f32; HALF]; 2], factor: f32) -> [u32; HALF] {
+    let mut pairs = [0; HALF];
     for i in 0..HALF {
-        pairs[i] = [narrowed_bf16(cells[0][i] * factor), narrowed_bf16(cells[1][i] * factor)];
+        let low = u32::from(narrowed_bf16(cells[0][i] * factor));
+        pairs[i] = low | u32::from(narrowed_bf16(cells[1][i] * factor)) << 16;
     }
+    pairs
 }
 
 /// The elements from `start` on, where a unit starts.
