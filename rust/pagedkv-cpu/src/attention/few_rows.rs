@@ -1,7 +1,7 @@
 //! Items of few rows: decode, drafts, short prompts. Keys and values are read once, where they lie, for all rows.
 //!
 //! Tokens are taken a strip at a time, and within a strip the KV heads one after another: blocks are read in the order
-//! in which they lie in memory, while the strip behind is asked for.
+//! in which they lie in memory, while the next head is asked for.
 
 use std::cell::RefCell;
 use std::ops::Range;
